@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import PurePath
@@ -76,6 +77,15 @@ def plain_fields(value: Any) -> JsonObject:
         elif item or field.metadata != LEFT_OUT:
             found[field.name] = plain(item)
     return found
+
+
+def parsed_map(text: str | bytes) -> JsonObject | None:
+    """The map that a text is as JSON; None for any other text."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def map_in(value: JsonMap, key: str) -> JsonObject:

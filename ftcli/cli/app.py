@@ -20,7 +20,6 @@ from difflib import SequenceMatcher, get_close_matches
 from io import TextIOWrapper
 from itertools import pairwise
 from pathlib import Path
-from types import MappingProxyType
 from typing import Annotated
 
 import typer
@@ -65,37 +64,26 @@ from ftcli.run.out_of_memory import is_out_of_memory, said_of
 from ftcli.tables import methods
 
 
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """The text to show, and the status to exit with."""
-
-    findings: tuple[Finding, ...]
-    exit_code: int
-
-
-def failure_of(error: BaseException, *, command: Sequence[str], debug: bool) -> Failure:
-    """An FtcliError stays as it is; Ctrl-C, lack of memory and a full disk have their own codes; all else is a bug.
-
-    The traceback of a bug is printed with `debug`, and written to a file otherwise.
+def failure_of(error: BaseException, *, command: Sequence[str], debug: bool) -> FtcliError:
+    """An FtcliError stays as it is; Ctrl-C, lack of memory and a full disk have their own codes; all else is a bug,
+    whose traceback is printed with `debug`, and written to a file otherwise.
     """
     if isinstance(error, FtcliError):
-        return Failure(error.findings, int(error.exit_code))
+        return error
     if _is_interruption(error):
-        return Failure((Finding("FT191", "interrupted", severity="note"),), int(ExitCode.INTERRUPTED))
+        return FtcliError([Finding("FT191", "interrupted", severity="note")], ExitCode.INTERRUPTED)
     if is_out_of_memory(error):
         help = (
             "lower train.per_device_train_batch_size or data.max_seq_len, or set train.gradient_checkpointing: true; "
             "`ftcli check` estimates what fits, and `ulimit -v` shows whether the shell allows less"
         )
-        found = Finding("FT192", f"out of memory: {said_of(error)[:300]}", help=help)
-        return Failure((found,), int(ExitCode.OUT_OF_MEMORY))
+        message = f"out of memory: {said_of(error)[:300]}"
+        return FtcliError.single("FT192", message, help=help, exit_code=ExitCode.OUT_OF_MEMORY)
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         where = f" at {error.filename}" if error.filename else ""
-        found = Finding(
-            "FT193", f"no space left on the disk{where}", help="free some space; `ftcli train` continues the run"
-        )
-        return Failure((found,), int(ExitCode.PREFLIGHT))
-    return Failure((_bug(error, command, debug),), int(ExitCode.BUG))
+        message, help = f"no space left on the disk{where}", "free some space; `ftcli train` continues the run"
+        return FtcliError.single("FT193", message, help=help, exit_code=ExitCode.PREFLIGHT)
+    return FtcliError([_bug(error, command, debug)], ExitCode.BUG)
 
 
 def is_told_by(place: Place | None, error: BaseException) -> bool:
@@ -133,8 +121,6 @@ def _bug(error: BaseException, command: Sequence[str], debug: bool) -> Finding:
 
 
 def _crash_file(text: str, command: Sequence[str]) -> Path | None:
-    from ftcli import __version__
-
     head = f"ftcli {__version__}, Python {platform.python_version()}, {platform.platform()}\n{' '.join(command)}\n\n"
     try:
         with tempfile.NamedTemporaryFile(
@@ -147,23 +133,21 @@ def _crash_file(text: str, command: Sequence[str]) -> Path | None:
 
 
 #: What other tools call our commands.
-_OTHER_WORDS: Mapping[str, str] = MappingProxyType(
-    {
-        "finetune": "train", "fine-tune": "train", "fit": "train", "run": "train", "sft": "train", "lora": "train",
-        "tune": "train", "evaluate": "eval", "test": "eval", "rl": "grpo", "rlhf": "grpo", "talk": "chat",
-        "verify": "serve-check", "serve": "serve-check",
-        "rft": "sample", "rejection-sampling": "sample", "best-of-n": "sample", "rollout": "sample", "mine": "sample",
-        "ask": "chat", "generate": "chat", "infer": "chat", "inference": "chat", "predict": "chat", "prompt": "chat",
-        "merge": "export", "merge-lora": "export", "save": "export", "convert": "recipes convert",
-        "import": "recipes convert", "migrate": "recipes convert", "new": "recipes new", "init": "recipes new",
-        "wizard": "recipes new",
-        "hpo": "sweep", "grid": "sweep", "search": "sweep", "validate": "check", "lint": "check",
-        "dry-run": "check", "preflight": "check", "benchmark": "bench", "ls": "recipes list", "list": "recipes list",
-        "cp": "recipes copy", "copy": "recipes copy", "show": "recipes show", "cat": "recipes show",
-        "config-schema": "recipes schema", "env": "doctor", "info": "doctor",
-        "help": "--help", "version": "--version",
-    }
-)  # fmt: skip
+_OTHER_WORDS: Mapping[str, str] = {
+    "finetune": "train", "fine-tune": "train", "fit": "train", "run": "train", "sft": "train", "lora": "train",
+    "tune": "train", "evaluate": "eval", "test": "eval", "rl": "grpo", "rlhf": "grpo", "talk": "chat",
+    "verify": "serve-check", "serve": "serve-check",
+    "rft": "sample", "rejection-sampling": "sample", "best-of-n": "sample", "rollout": "sample", "mine": "sample",
+    "ask": "chat", "generate": "chat", "infer": "chat", "inference": "chat", "predict": "chat", "prompt": "chat",
+    "merge": "export", "merge-lora": "export", "save": "export", "convert": "recipes convert",
+    "import": "recipes convert", "migrate": "recipes convert", "new": "recipes new", "init": "recipes new",
+    "wizard": "recipes new",
+    "hpo": "sweep", "grid": "sweep", "search": "sweep", "validate": "check", "lint": "check",
+    "dry-run": "check", "preflight": "check", "benchmark": "bench", "ls": "recipes list", "list": "recipes list",
+    "cp": "recipes copy", "copy": "recipes copy", "show": "recipes show", "cat": "recipes show",
+    "config-schema": "recipes schema", "env": "doctor", "info": "doctor",
+    "help": "--help", "version": "--version",
+}  # fmt: skip
 
 
 #: How other tools name their configuration, and a GPU.
@@ -366,7 +350,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line and return the exit status. Prints everything itself; raises nothing."""
     words = list(sys.argv[1:] if argv is None else argv)
     open_missing_streams()
-    _forgive_encodings()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):  # a log that cannot show a character shows its escape
+            stream.reconfigure(errors="backslashreplace")
     try:
         with _CtrlC() as ctrl_c:
             status = _main(words, ctrl_c)
@@ -433,7 +419,7 @@ def _run(request: AnyRequest, words: list[str], ctrl_c: _CtrlC) -> _Answer:
     except BaseException as error:  # noqa: BLE001 - the one place where everything ends, with a status of ours
         failed = failure_of(error, command=session.command, debug=session.debug)
         tells = is_told_by(session.place, error)
-        return _Answer(failed.exit_code, failed.findings, tuple(reporter.findings), told_by_us=tells)
+        return _Answer(int(failed.exit_code), failed.findings, tuple(reporter.findings), told_by_us=tells)
     status = int(ExitCode.OK) if request.exit_code is None else request.exit_code(result)
     return _Answer(status, (), tuple(reporter.findings), result, text, session.place is None or session.place.leads)
 
@@ -464,10 +450,3 @@ def _tell_people(findings: Sequence[Finding]) -> None:
 def _interrupted() -> int:
     _tell_people([Finding("FT191", "interrupted", severity="note")])
     return int(ExitCode.INTERRUPTED)
-
-
-def _forgive_encodings() -> None:
-    """A terminal or log that cannot show a character shows its escape instead of failing."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")

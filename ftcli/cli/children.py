@@ -109,12 +109,9 @@ def starter(recipe: str, *, quiet: bool, offline: bool, debug: bool) -> Start:
 
 def devices(wanted: str | None, environment: Mapping[str, str], count: Callable[[], int]) -> tuple[str | None, ...]:
     """The GPUs that `--gpus` means, by the names that a process is given; (None,): what this process would use.
+    ``count``: asks how many GPUs there are, where the environment does not list them.
 
-    Args:
-        count: Asks how many GPUs there are, where the environment does not list them.
-
-    Raises:
-        FtcliError: FT516 (exit 3) for more than there are, FT150 (exit 2) for what is no number.
+    Raises FtcliError FT516 (exit 3) for more than there are, FT150 (exit 2) for what is no number.
     """
     if wanted is None:
         return (None,)
@@ -156,11 +153,9 @@ _NOTHING_TO_DO_SECONDS = 20.0
 
 
 class Ranks:
-    """The processes, each in a session of its own: what a terminal sends reaches them through this one, once.
-
-    Args:
-        limits: A rank that gives no sign of life for as long as they say is killed.
-        held: A descriptor that the ranks inherit: they outlive a launcher that is killed, and need the folder.
+    """The processes, each in a session of its own: what a terminal sends reaches them through this one, once. A rank
+    that gives no sign of life for as long as ``limits`` say is killed. They inherit the descriptor ``held``: they
+    outlive a launcher that is killed, and need the folder.
     """
 
     def __init__(
@@ -297,10 +292,8 @@ def environment_of(rank: int, count: int, devices: Sequence[str], folder: Path) 
 
 
 def run_ranks(words: Sequence[str], count: int, devices: Sequence[str], run: Path) -> EndedElsewhere:
-    """Runs a command line as ``count`` ranks, each with one of ``devices``; on a CPU there are none.
-
-    Args:
-        run: The run directory. Where rank 0 was killed, it is said there how the run has ended.
+    """Runs a command line as ``count`` ranks, each with one of ``devices``; on a CPU there are none. ``run``: the run
+    directory. Where rank 0 was killed, it is said there how the run has ended.
     """
     command = [sys.executable, "-P", "-m", "ftcli", *words]
     with scratch("ranks") as folder:

@@ -16,7 +16,6 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NoReturn, TextIO, cast
 
 from ftcli.cli.options import CommonOptions
@@ -91,9 +90,8 @@ def unfailing(stream: TextIO) -> TextIO:
 
 
 def open_missing_streams() -> None:
-    """Gives a process that was started without stdin, stdout or stderr (``>&-``) the null device in their place.
-
-    Otherwise the next file that is opened, a checkpoint say, takes their number, and whatever is printed goes into it.
+    """Gives a process that was started without stdin, stdout or stderr (``>&-``) the null device in their place: else
+    the next file that is opened, a checkpoint say, takes their number, and what is printed goes into it.
     """
     for number in (0, 1, 2):
         try:
@@ -179,11 +177,7 @@ def leave(status: int) -> NoReturn:
 
 
 def refuse_copies(environment: Mapping[str, str], place: Place | None) -> None:
-    """Refuses a command that srun has started several times without a launcher.
-
-    Raises:
-        FtcliError: FT517 (exit 3).
-    """
+    """Refuses a command that srun has started several times without a launcher. Raises FtcliError FT517 (exit 3)."""
     tasks = environment.get("SLURM_STEP_NUM_TASKS", "1")
     if place is None and tasks.isdecimal() and int(tasks) > 1:
         message = f"srun has started this command {tasks} times, and each would train the same run"
@@ -298,7 +292,7 @@ def secret(name: str, option: str) -> str:
 
 def recorded(environment: Mapping[str, str]) -> Mapping[str, str]:
     """The variables worth recording."""
-    return MappingProxyType({name: environment[name] for name in _RECORDED if name in environment})
+    return {name: environment[name] for name in _RECORDED if name in environment}
 
 
 @contextmanager

@@ -35,13 +35,12 @@ class CommonOptions:
 
 @dataclass(frozen=True, slots=True)
 class Invocation(Generic[R]):
-    """One invocation: `action` does the work when it is called with a session, and gives a value of the command's type.
+    """One invocation: ``action`` does the work with a session, and ``render`` makes text of its result (None: aligned
+    keys and values).
 
-    ``render`` turns the result into text for people; None shows it as aligned keys and values. ``raw`` results are
-    printed as rendered even with ``--json``: a schema is a JSON document already. ``exit_code`` is the status that a
-    result stands for; None: it is a success. ``verbatim`` texts are written as they are: what steers a terminal has
-    been taken out by whoever painted them, or they are the content of a file. ``owns_stdout``: the action itself keeps
-    the libraries' output off stdout, because it writes to it while it works.
+    ``raw`` results are printed as rendered even with ``--json``; ``exit_code`` is the status that a result stands for;
+    ``verbatim`` texts are written as they are, since what steers a terminal is out of them, or they are a file's
+    content; under ``owns_stdout`` the action itself keeps the libraries' output off stdout.
     """
 
     command: str
@@ -126,11 +125,8 @@ def command(
     verbatim: bool = False,
     owns_stdout: bool = False,
 ) -> Callable[[Callable[..., Any]], Callable[..., AnyRequest]]:
-    """Makes a command of a function of the session and of its own options: it takes these and the common ones.
-
-    Args:
-        takes: Which of the common options.
-        render, exit_code, raw, verbatim, owns_stdout: As :class:`Invocation` has them.
+    """Makes a command of a function of the session and of its own options: it takes these and, of the common ones,
+    those in ``takes``. All else as :class:`Invocation` has it.
     """
 
     def made(action: Callable[..., Any]) -> Callable[..., AnyRequest]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -37,13 +37,10 @@ class Style:
 
 
 def findings_text(findings: Iterable[Finding], style: Style, most: int | None = None) -> str:
-    """One block for each finding, in the format that the contract promises.
+    """One block for each finding, in the format that the contract promises; above ``most`` of them the rest is counted.
 
     Rows of one file with the same trouble share a block where there are many. A remedy of many rows stands once, below
     the last of them.
-
-    Args:
-        most: Blocks that are shown; how many findings are not is said then.
     """
     groups = _alike(findings)
     shown = groups[:most]
@@ -141,13 +138,13 @@ def terminal_text(text: str) -> str:
     Whatever a command prints passes here once, or :func:`clean`: a result when it is told, a line in its reporter, an
     answer of a model piece by piece. Colours are painted after.
     """
+    return _without_steering(text, lambda char: char.encode("unicode_escape").decode("ascii"))
+
+
+def _without_steering(text: str, escaped: Callable[[str], str]) -> str:
     return "".join(
-        char if char in _KEPT or unicodedata.category(char) not in _STEERING else _escaped(char) for char in text
+        char if char in _KEPT or unicodedata.category(char) not in _STEERING else escaped(char) for char in text
     )
-
-
-def _escaped(char: str) -> str:
-    return char.encode("unicode_escape").decode("ascii")
 
 
 def _cells(text: str) -> int:
@@ -177,14 +174,8 @@ def document(command: str | None, exit_code: int, findings: Iterable[Finding], r
     if result is not None:
         content["result"] = plain(result)
     text = json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False)
-    return "".join(
-        char if char in _KEPT or unicodedata.category(char) not in _STEERING else _as_json(char) for char in text
-    )
-
-
-def _as_json(char: str) -> str:
-    """A character that could steer a terminal as JSON's own escape, which means the same."""
-    return json.dumps(char)[1:-1] if char > "\x7f" else f"\\u{ord(char):04x}"
+    # JSON's own escape means the same.
+    return _without_steering(text, lambda c: json.dumps(c)[1:-1] if c > "\x7f" else f"\\u{ord(c):04x}")
 
 
 def result_text(result: object) -> str:

@@ -171,11 +171,8 @@ Fields = Mapping[str, float | int | str]
 
 @dataclass
 class ProgressCount:
-    """Something that is counted.
-
-    Attributes:
-        fields: The newest values, what matters most first.
-        note: What is being done meanwhile, such as ``evaluating 3/10``.
+    """Something that is counted, with the newest values, what matters most first, and a ``note`` on what is done
+    meanwhile.
     """
 
     description: str

@@ -43,10 +43,8 @@ class Section(BaseModel):
 
 
 class Word:
-    """Annotates a ``str`` that must be one of the names of a table: ``Annotated[str, Word(methods.names)]``.
-
-    Like a ``Literal``, in its errors and in the JSON Schema, but the table is asked each time: a new row is known
-    everywhere at once.
+    """Annotates a ``str`` that must be one of the names of a table: ``Annotated[str, Word(methods.names)]``. Like a
+    ``Literal``, in its errors and in the JSON Schema, but the table is asked each time.
     """
 
     def __init__(self, names: Callable[[], Iterable[str]]) -> None:

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from types import MappingProxyType
 
 #: The tools by the letters that stand for them in the table; the names of others are written out.
 TOOLS = {
@@ -27,15 +26,9 @@ _VALUE = "[value] "
 
 @dataclass(frozen=True, slots=True)
 class ForeignKey:
-    """Our name for a key of other tools, for some of its values or for all.
-
-    Attributes:
-        tools: Their names.
-        target: Our key, with its value where that is known; None: there is no such thing.
-        note: What else has to be said.
-        only: The values, in small letters, of which that holds; none: of all.
-        usual: The values that need no word; none: those that switch a setting off.
-        rule: What `recipes convert` does, as the table says; empty: it writes our key.
+    """Our name (``target``, with its value where that is known; None: there is no such thing) for a key of other tools.
+    It holds of the values ``only``, of all if there are none; of ``usual`` ones nothing need be said. ``rule``: what
+    `recipes convert` does, as the table says.
     """
 
     tools: str
@@ -115,21 +108,19 @@ def _first(rows: Sequence[ForeignKey]) -> ForeignKey:
 #: Tools that write `_component_` under every key.
 _COMPONENT = ForeignKey("torchtune", None, "recipes name no Python classes; see docs/recipes.md for the keys")
 
-FOREIGN: Mapping[str, ForeignKey] = MappingProxyType(_foreign())
+FOREIGN: Mapping[str, ForeignKey] = _foreign()
 #: Foreign names by section.
-FOREIGN_IN: Mapping[tuple[str, str], ForeignKey] = MappingProxyType(
-    {(section, name): key for section, name, key in _ROWS if section not in ("", "convert")}
-)
+FOREIGN_IN: Mapping[tuple[str, str], ForeignKey] = {
+    (section, name): key for section, name, key in _ROWS if section not in ("", "convert")
+}
 #: Words that have a meaning of their own, where the key has another or none with other words.
-_BY_VALUE: Mapping[tuple[str, str], ForeignKey] = MappingProxyType(
-    {
-        (name, word): row
-        for section, name, row in reversed(_ROWS)
-        if not section and row.target and row.key == row.target and "." not in name
-        for word in row.only
-        if FOREIGN[name].only
-    }
-)
+_BY_VALUE: Mapping[tuple[str, str], ForeignKey] = {
+    (name, word): row
+    for section, name, row in reversed(_ROWS)
+    if not section and row.target and row.key == row.target and "." not in name
+    for word in row.only
+    if FOREIGN[name].only
+}
 
 
 def foreign(section: str, name: str, value: object = None) -> ForeignKey | None:
@@ -152,4 +143,4 @@ def _values() -> dict[str, Mapping[str, str]]:
 
 
 #: Values of other tools, by our key: what they are called here.
-VALUES: Mapping[str, Mapping[str, str]] = MappingProxyType(_values())
+VALUES: Mapping[str, Mapping[str, str]] = _values()

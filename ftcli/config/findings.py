@@ -7,7 +7,7 @@ FT201 to FT211; see docs/errors.md.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 
 from pydantic import ValidationError
@@ -133,7 +133,7 @@ class _Writer:
             return None
         value = _value_at(self._tree, path)
         said = unknown_key(path, self._schema, value.value if isinstance(value, Leaf) else None)
-        return Finding(said.code, said.message, self._origins.key(path), said.help)
+        return replace(said, origin=self._origins.key(path))
 
     def _missing(self, path: Path) -> Finding:
         node = self._schema.at(path)
@@ -177,28 +177,17 @@ class _Writer:
         choices = self._schema.choices(node)
         word = value.value if isinstance(value, Leaf) else None
         if problem.kind in _RANGE:
-            return "FT206", _range_help(problem, node, self._schema)
+            default = self._schema.resolve(node).get("default")
+            known = isinstance(default, int | float | str) and default != ""
+            bound = f"use {_RANGE[problem.kind]} {problem.message.rpartition(' ')[2]}"
+            return "FT206", f"{bound} (the default is {default})" if known else bound
         if problem.kind == "finite_number":
             return "FT207", "NaN and infinity are never settings; write the number that you mean"
         if problem.kind in _SHAPE:
             return "FT208", _shape_help(problem.path, self._schema.variants(node))
-        if choices and isinstance(word, str) and not _wants_list(node, value, self._schema):
+        if choices and isinstance(word, str):
             return "FT205", suggested_word(problem.path, word, choices)
         return "FT204", _type_help(node, value, self._schema) or self._schema.resolve(node).get("description")
-
-
-def _wants_list(node: Node, value: Tree, schema: RecipeSchema) -> bool:
-    return not isinstance(value, Leaf) and any(part.get("type") == "array" for part in schema.variants(node))
-
-
-def _range_help(problem: _Problem, node: Node, schema: RecipeSchema) -> str:
-    bound = problem.message.rpartition(" ")[2]
-    return f"use {_RANGE[problem.kind]} {bound}" + _default_of(node, schema)
-
-
-def _default_of(node: Node, schema: RecipeSchema) -> str:
-    default = schema.resolve(node).get("default")
-    return f" (the default is {default})" if isinstance(default, int | float | str) and default != "" else ""
 
 
 def _shape_help(path: Path, variants: Iterable[Node]) -> str:
@@ -264,21 +253,14 @@ def _dotted(path: Path) -> str:
     return ".".join(path)
 
 
-@dataclass(frozen=True, slots=True)
-class Suggestion:
-    """The words of a finding."""
-
-    code: str
-    message: str
-    help: str
-
-
-def unknown_key(path: Path, schema: RecipeSchema, value: object = None) -> Suggestion:
-    """The message about a key that does not exist: FT201, or FT202 for a key of another tool.
-
-    Args:
-        value: Of the key, where it is a single one: it may decide what the other tool means.
+def unknown_key(path: Path, schema: RecipeSchema, value: object = None) -> Finding:
+    """The message about a key that does not exist: FT201, or FT202 for a key of another tool. ``value``: of the key,
+    where it is a single one: it may decide what the other tool means.
     """
+
+    def unknown(help: str) -> Finding:
+        return Finding("FT201", f"unknown key `{name}`{where}", help=help)
+
     name, section = path[-1], _section(path[:-1])
     parent = schema.at(path[:-1])
     siblings = list(schema.properties(parent)) if parent is not None else []
@@ -286,14 +268,14 @@ def unknown_key(path: Path, schema: RecipeSchema, value: object = None) -> Sugge
     wanted = name.lower().replace("-", "_").replace(" ", "_")
     missing = methods.not_offered(wanted) if not section else None
     if missing is not None:
-        return Suggestion("FT201", f"unknown key `{name}`", missing)
+        return unknown(missing)
     if wanted in siblings:
-        return Suggestion("FT201", f"unknown key `{name}`{where}", f"did you mean `{wanted}`?")
+        return unknown(f"did you mean `{wanted}`?")
     everywhere = list(schema.keys())
     known = foreign(section, wanted, value)
     homes = [key for key in everywhere if key.rpartition(".")[2] == wanted]
     if homes and (section, wanted) not in FOREIGN_IN:
-        return Suggestion("FT201", f"unknown key `{name}`{where}", _homes(wanted, homes))
+        return unknown(_homes(wanted, homes))
     if known is not None and known.only and isinstance(value, str) and value.lower() not in known.only:
         kind = "key" if known.target and "." in known.target else "section"
         help = f"`{name}: {known.only[0]}` has: the {kind} `{known.target}`"
@@ -302,12 +284,12 @@ def unknown_key(path: Path, schema: RecipeSchema, value: object = None) -> Sugge
         return _foreign(name, known.tools, known.target, known.note)
     near = get_close_matches(wanted, siblings, n=1, cutoff=0.65)
     if near:
-        return Suggestion("FT201", f"unknown key `{name}`{where}", f"did you mean `{near[0]}`?")
+        return unknown(f"did you mean `{near[0]}`?")
     leaves = {key.rpartition(".")[2]: key for key in reversed(everywhere)}
     near = get_close_matches(wanted, leaves, n=1, cutoff=0.75)
     if near:
-        return Suggestion("FT201", f"unknown key `{name}`{where}", f"did you mean `{leaves[near[0]]}`?")
-    return Suggestion("FT201", f"unknown key `{name}`{where}", _list_of(siblings, section))
+        return unknown(f"did you mean `{leaves[near[0]]}`?")
+    return unknown(f"keys of {section or 'a recipe'}: {', '.join(siblings)}" if siblings else "see docs/recipes.md")
 
 
 def suggested_word(path: Path, given: str, choices: tuple[str, ...]) -> str:
@@ -339,13 +321,14 @@ def _homes(name: str, homes: list[str]) -> str:
     return f"did you mean {shown}?" + (f" It belongs in section `{section}`" if len(homes) == 1 else "")
 
 
-def _foreign(name: str, tools: str, target: str | None, note: str | None) -> Suggestion:
+def _foreign(name: str, tools: str, target: str | None, note: str | None) -> Finding:
     if target is None:
-        return Suggestion("FT202", f"`{name}` ({tools}) has no counterpart here", note or "remove it")
+        return Finding("FT202", f"`{name}` ({tools}) has no counterpart here", help=note or "remove it")
     message = f"`{name}` ({tools}) is `{target}` here"
-    not_yet = _not_yet(target)
-    if not_yet is not None:
-        return Suggestion("FT202", f"{message}, which this version does not have yet", not_yet)
+    usable, said = usable_values(target.partition(": ")[0]), target.partition(": ")[2].strip("[]")
+    if usable is not None and (said not in usable if said else len(usable) < 2):
+        help = f"remove it; `{target.partition(': ')[0]}` may be {' or '.join(usable)}"
+        return Finding("FT202", f"{message}, which this version does not have yet", help=help)
     section, _, rest = target.partition(".")
     key, value = rest.partition(":")[::2]
     if not rest:
@@ -354,24 +337,9 @@ def _foreign(name: str, tools: str, target: str | None, note: str | None) -> Sug
         written = f"{key.rpartition('.')[2]}:{value or ' ...'}"
         inner = ".".join((section, *key.split(".")[:-1]))
         help = f"write `{written}` in section `{inner}`"
-    return Suggestion("FT202", message, f"{help}; {note}" if note else help)
-
-
-def _not_yet(target: str) -> str | None:
-    """Help in place of a suggestion that would be refused; None if it would not be."""
-    key, _, value = target.partition(": ")
-    usable = usable_values(key)
-    if usable is None or (value.strip("[]") in usable if value else len(usable) > 1):
-        return None
-    return f"remove it; `{key}` may be {' or '.join(usable)}"
+    return Finding("FT202", message, help=f"{help}; {note}" if note else help)
 
 
 def _section(path: Path) -> str:
     """The path without list positions."""
     return ".".join(part for part in path if not part.isdecimal())
-
-
-def _list_of(siblings: list[str], section: str) -> str:
-    if not siblings:
-        return "see docs/recipes.md"
-    return f"keys of {section or 'a recipe'}: {', '.join(siblings)}"

@@ -14,7 +14,7 @@ from typing import Any
 from ftcli.config.load import Override, Settings
 from ftcli.config.secrets import is_secret_key, mask
 from ftcli.config.yaml import parse_value, plain_tree
-from ftcli.errors import ExitCode, FtcliError, Origin
+from ftcli.errors import FtcliError, Origin
 
 #: Where a run of the sweep lies, what it is called and how it starts is the sweep's to say.
 PLACES = ("run.name", "run.output_dir", "run.resume")
@@ -36,12 +36,8 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class Combination:
-    """One run of a sweep.
-
-    Attributes:
-        name: Its folder below the sweep's: ``train.learning_rate=0.0001,lora.r=8``.
-        settings: The value of each axis.
-        overrides: Everything that ``--set`` says for it, fixed values first.
+    """One run of a sweep: its folder below the sweep's (``train.learning_rate=0.0001,lora.r=8``), the value of each
+    axis, and everything that ``--set`` says for it, fixed values first.
     """
 
     name: str
@@ -53,10 +49,7 @@ def combinations(assignments: Sequence[str]) -> tuple[Combination, ...]:
     """Every combination of the values in ``KEY=V1,V2``, the last key changing fastest. A key of one value is fixed.
 
     Commas inside quotes, brackets and braces do not separate values: ``lora.target_modules=[q_proj],[q_proj,v_proj]``
-    is two lists.
-
-    Raises:
-        FtcliError: FT156 (exit 2) for what is no grid; FT110 and its like for values that are no YAML.
+    is two lists. Raises FtcliError FT156 (exit 2) for what is no grid; FT110 and its like for values that are no YAML.
     """
     fixed: list[Override] = []
     axes: list[Axis] = []
@@ -153,4 +146,4 @@ def _distinct(raw: str, name: str) -> str:
 
 def _refused(message: str, assignment: str | None, help: str) -> FtcliError:
     origin = Origin("command line" if assignment is None else mask(f"--set {assignment}"))
-    return FtcliError.single("FT156", message, origin=origin, help=help, exit_code=ExitCode.RECIPE)
+    return FtcliError.single("FT156", message, origin=origin, help=help)

@@ -27,6 +27,7 @@ from ftcli.config.yaml import (
     MapEntry,
     MapNode,
     Origins,
+    ParsedYaml,
     Tree,
     describe_kind,
     dump_recipe,
@@ -42,20 +43,8 @@ from ftcli.tables import methods
 MAX_CHAIN = 16
 
 
-@dataclass(frozen=True, slots=True)
-class MergedRecipe:
-    """A recipe merged with everything that it extends, and the faults in those files that did not stop the reading."""
-
-    tree: Tree
-    findings: tuple[Finding, ...]
-
-
-def read_merged(path: Path) -> MergedRecipe:
+def _read_merged(path: Path, named_by: Origin | None = None, chain: tuple[Path, ...] = ()) -> ParsedYaml:
     """Read `path` and what it extends. Raises FtcliError with all findings up to the one that stopped the reading."""
-    return _read(path, None, ())
-
-
-def _read(path: Path, named_by: Origin | None, chain: tuple[Path, ...]) -> MergedRecipe:
     parsed = parse_file(read_text(path, named_by=named_by), str(path))
     findings = [*parsed.findings, *secrets_in(parsed.tree)]
     assert isinstance(parsed.tree, MapNode)  # parse_file promises it
@@ -63,15 +52,15 @@ def _read(path: Path, named_by: Origin | None, chain: tuple[Path, ...]) -> Merge
     extends = entries.pop("extends", None)
     tree = MapNode(parsed.tree.origin, entries)
     if extends is None:
-        return MergedRecipe(tree, tuple(findings))
+        return ParsedYaml(tree, tuple(findings))
     if isinstance(extends.value, Leaf) and NO_TEXT.search(str(extends.value.value)):  # FT120, which says it all
         raise FtcliError(findings, ExitCode.RECIPE)
     try:
         target = _target(extends.value, path)
-        base = _read(target, extends.value.origin, _extended(chain, path, target, extends.value.origin))
+        base = _read_merged(target, extends.value.origin, _extended(chain, path, target, extends.value.origin))
     except FtcliError as error:
         raise FtcliError([*findings, *error.findings], error.exit_code) from None
-    return MergedRecipe(merge(base.tree, tree), (*base.findings, *findings))
+    return ParsedYaml(merge(base.tree, tree), (*base.findings, *findings))
 
 
 def _target(value: Tree, path: Path) -> Path:
@@ -128,7 +117,7 @@ def _secret(message: str, origin: Origin) -> Finding:
 
 
 def _error(code: str, message: str, origin: Origin, help: str) -> FtcliError:
-    return FtcliError.single(code, message, origin=origin, help=help, exit_code=ExitCode.RECIPE)
+    return FtcliError.single(code, message, origin=origin, help=help)
 
 
 #: Dotted keys of a recipe and the values that they are to have.
@@ -143,22 +132,12 @@ class Override:
     label: str
 
 
-class _Refused(Exception):
-    """An override that cannot be applied."""
-
-    def __init__(self, finding: Finding) -> None:
-        super().__init__(finding.message)
-        self.finding = finding
-
-
 def apply_overrides(tree: Tree, overrides: Sequence[Override]) -> tuple[Tree, tuple[Finding, ...]]:
     """`tree` with every override that can be applied, and a finding for each that cannot (FT130 to FT132)."""
     findings: list[Finding] = []
     for override in overrides:
         try:
             tree = _applied(tree, override, findings)
-        except _Refused as refused:
-            findings.append(refused.finding)
         except FtcliError as error:
             findings += error.findings
     return tree, tuple(findings)
@@ -171,13 +150,13 @@ def _applied(tree: Tree, override: Override, findings: list[Finding]) -> Tree:
     if not separator or not all(path):
         problem = f"has no key, or an empty part in `{key}`" if separator else "has no `=`"
         help = "write --set section.key=value, as in --set train.learning_rate=1e-4"
-        raise _Refused(Finding("FT130", f"the override {problem}", origin, help))
+        raise _error("FT130", f"the override {problem}", origin, help)
     if len(path) > MAX_DEPTH:
-        help = "recipes nest about five deep"
-        raise _Refused(Finding("FT130", f"the override names a key {len(path):,} levels deep", origin, help))
+        message = f"the override names a key {len(path):,} levels deep"
+        raise _error("FT130", message, origin, "recipes nest about five deep")
     if path[0] == "extends":
         help = "write `extends` in a recipe file, or set the values one by one"
-        raise _Refused(Finding("FT132", "`extends` cannot be set on the command line", origin, help))
+        raise _error("FT132", "`extends` cannot be set on the command line", origin, help)
     parsed = parse_value(text, origin.source)
     findings += parsed.findings
     if is_secret_key(path[-1]):
@@ -201,7 +180,7 @@ def _set(tree: Tree, path: tuple[str, ...], depth: int, value: Tree, origin: Ori
         where = ".".join(path[:depth])
         whole = "[...]" if part.isdecimal() else f"{{{part}: ...}}"
         help = f"set {where} as a whole: --set '{where}={whole}'"
-        raise _Refused(Finding("FT131", f"{where} is {describe_kind(tree)} and has no keys", origin, help))
+        raise _error("FT131", f"{where} is {describe_kind(tree)} and has no keys", origin, help)
     entries = dict(tree.entries) if isinstance(tree, MapNode) else {}
     below = entries[part].value if part in entries else MapNode(origin, {})
     entries[part] = MapEntry(origin, _set(below, path, depth + 1, value, origin))
@@ -214,7 +193,7 @@ def _index(tree: ListNode, path: tuple[str, ...], depth: int, origin: Origin) ->
         return int(part)
     message = f"{where} is a list of {count}, and `{part}` is not a position in it"
     help = f"positions are 0 to {count - 1}" if count else f"set the list itself: --set '{where}=[...]'"
-    raise _Refused(Finding("FT131", message, origin, help))
+    raise _error("FT131", message, origin, help)
 
 
 #: So many keys of other tools in one file mean that it is one of theirs.
@@ -239,16 +218,15 @@ def load_recipe(path: Path, overrides: Sequence[Override] = ()) -> LoadedRecipe:
     Raises FtcliError (exit RECIPE) with the first problem that keeps a file from being read as YAML, or with all other
     problems together: duplicate keys, secrets, overrides that cannot be applied, and everything the models refuse.
     """
-    return _loaded(read_merged(path), path, overrides)
+    return _loaded(_read_merged(path), path, overrides)
 
 
 def load_text(text: str, path: Path) -> LoadedRecipe:
     """Loads, like :func:`load_recipe`, a text that is to become the file ``path``. It extends nothing."""
-    parsed = parse_file(text, str(path))
-    return _loaded(MergedRecipe(parsed.tree, parsed.findings), path, ())
+    return _loaded(parse_file(text, str(path)), path, ())
 
 
-def _loaded(merged: MergedRecipe, path: Path, overrides: Sequence[Override]) -> LoadedRecipe:
+def _loaded(merged: ParsedYaml, path: Path, overrides: Sequence[Override]) -> LoadedRecipe:
     tree, refused = apply_overrides(merged.tree, overrides)
     origins = Origins(tree)
     recipe, invalid = validate(tree, origins)
@@ -289,7 +267,9 @@ def _with_method_defaults(recipe: Recipe) -> Recipe:
 
 
 def _with_run_defaults(recipe: Recipe, path: Path) -> Recipe:
-    name = recipe.run.name or _name_from(path)
+    # The file's stem with everything that `run.name` does not allow replaced.
+    stem = re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).lstrip("._-")[:100]
+    name = recipe.run.name or stem or "run"
     output_dir = recipe.run.output_dir or f"runs/{name}"
     named = {"name": name, "output_dir": _home(output_dir), "resume": _home(recipe.run.resume)}
     return recipe.model_copy(
@@ -308,9 +288,3 @@ def _with_homes(section: SectionOfRecipe, *names: str) -> SectionOfRecipe:
 
 def _home(value: str | None) -> str | None:
     return str(expanded(value)) if value is not None and value.startswith("~") else value
-
-
-def _name_from(path: Path) -> str:
-    """The file's stem with everything that `run.name` does not allow replaced."""
-    name = re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).lstrip("._-")[:100]
-    return name or "run"

@@ -7,7 +7,7 @@ import re
 import stat
 from pathlib import Path
 
-from ftcli.errors import ExitCode, FtcliError, Origin
+from ftcli.errors import FtcliError, Origin
 from ftcli.paths import RECIPE_SUFFIXES, RUN_RECIPE
 
 #: No recipe written by a person comes near this; larger files are refused before they are read.
@@ -30,7 +30,12 @@ def read_text(path: Path, *, named_by: Origin | None = None, most: int = MAX_BYT
     origin = Origin(str(path))
     try:
         status = path.stat()
-        _refuse_by_status(status, path, origin, most)
+        if stat.S_ISDIR(status.st_mode):
+            raise _directory(path, origin)
+        if not stat.S_ISREG(status.st_mode):
+            raise _error("FT108", "is not a regular file", origin, "write the recipe to a file and name that")
+        if status.st_size > most:
+            raise _too_large(status.st_size, origin, most)
         with path.open("rb") as stream:
             raw = stream.read(most + 1)
     except FileNotFoundError:
@@ -52,15 +57,6 @@ def read_text(path: Path, *, named_by: Origin | None = None, most: int = MAX_BYT
 def lines_of(text: str) -> list[str]:
     """The lines of `text`, split where YAML ends lines."""
     return _LINE_BREAK.split(text)
-
-
-def _refuse_by_status(status: os.stat_result, path: Path, origin: Origin, most: int) -> None:
-    if stat.S_ISDIR(status.st_mode):
-        raise _directory(path, origin)
-    if not stat.S_ISREG(status.st_mode):
-        raise _error("FT108", "is not a regular file", origin, "write the recipe to a file and name that")
-    if status.st_size > most:
-        raise _too_large(status.st_size, origin, most)
 
 
 def _decode(raw: bytes, path: Path, origin: Origin) -> str:
@@ -126,4 +122,4 @@ def _too_large(size: int, origin: Origin, most: int) -> FtcliError:
 
 
 def _error(code: str, message: str, origin: Origin, help: str) -> FtcliError:
-    return FtcliError.single(code, message, origin=origin, help=help, exit_code=ExitCode.RECIPE)
+    return FtcliError.single(code, message, origin=origin, help=help)

@@ -106,7 +106,8 @@ class RecipeSchema:
         if kind in ("integer", "number"):
             return ("a whole number" if kind == "integer" else "a number") + _range(node)
         if kind == "array":
-            return f"a list of {_plural(self.describe(node['items']))}"
+            items = self.describe(node["items"])
+            return f"a list of {items.replace('a section (', 'sections (').removeprefix('one of ')}"
         if kind == "object":
             return _section(node)
         words = {"boolean": "true or false", "string": "text", "null": "null"}
@@ -142,10 +143,6 @@ def _section(node: Node) -> str:
         return "a map"
     names = list(node["properties"])
     return f"a section ({', '.join(names) if len(names) <= 4 else ', '.join(names[:3]) + ', ...'})"
-
-
-def _plural(said: str) -> str:
-    return said.replace("a section (", "sections (").removeprefix("one of ")
 
 
 def _range(node: Node) -> str:

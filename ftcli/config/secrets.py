@@ -37,10 +37,8 @@ def is_secret_value(text: str) -> bool:
 
 
 def mask(line: str, anchors: Collection[str] = ()) -> str:
-    """`line` with every secret replaced by as many asterisks, so that columns stay where they were.
-
-    Args:
-        anchors: Names by which the values of keys that name secrets are taken from elsewhere.
+    """`line` with every secret replaced by as many asterisks, so that columns stay where they were. ``anchors``: names
+    by which the values of keys that name secrets are taken from elsewhere.
     """
     end = _secret_from(line, anchors)
     shown, hidden = (line, "") if end is None else (line[:end], _starred(line[end:]))
@@ -78,9 +76,8 @@ def _masked(lines: Sequence[str], anchors: Collection[str]) -> tuple[list[str], 
 
 
 def _secret_from(line: str, anchors: Collection[str]) -> int | None:
-    """Start of the value of the first key that names a secret, or of the first of ``anchors``.
-
-    It may hold commas and brackets: it has no end.
+    """Start of the value of the first key that names a secret, or of the first of ``anchors``; it may hold commas and
+    brackets, so it has no end.
     """
     keys = (m.end() for m in _ASSIGNMENT.finditer(line) if is_secret_key(m["key"].rpartition(".")[2]))
     named = (m.end() for m in _ANCHOR.finditer(line) if m[1] in anchors) if anchors else iter(())

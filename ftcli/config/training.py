@@ -145,10 +145,8 @@ class TrainConfig(Section):
 
     @property
     def checkpointing(self) -> policies.PolicyName:
-        """The policy of a recipe that has been through preflight.
-
-        Raises ValueError while the setting is ``auto``: only preflight knows what fits
-        (:func:`ftcli.plan.checkpointing.choose_checkpointing`).
+        """The policy of a recipe that has been through preflight. Raises ValueError while it is ``auto``: only
+        preflight knows what fits (:func:`ftcli.plan.checkpointing.choose_checkpointing`).
         """
         if self.gradient_checkpointing == "auto":
             raise ValueError(

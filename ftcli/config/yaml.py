@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from copy import copy, deepcopy
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import yaml
 from yaml.composer import Composer
@@ -250,9 +250,7 @@ class ParsedYaml:
 
 def parse_file(text: str, source: str, *, any_key: bool = False) -> ParsedYaml:
     """Parse a recipe. Raises FtcliError (FT110 to FT112, FT115, FT116, FT119) where there is no tree to go on with.
-
-    Args:
-        any_key: Numbers and switches are keys as well, by what is written, as in recipes of other tools.
+    ``any_key``: numbers and switches are keys as well, by what is written, as in recipes of other tools.
     """
     parsed = _parse(text, source, any_key=any_key)
     if not isinstance(parsed.tree, MapNode):
@@ -262,7 +260,7 @@ def parse_file(text: str, source: str, *, any_key: bool = False) -> ParsedYaml:
         else:
             message, code = "a recipe is a list of `key: value` lines at its top level", "FT119"
             help = "start with `version: 1`; a space follows each colon"
-        raise FtcliError.single(code, message, origin=parsed.tree.origin, help=help, exit_code=ExitCode.RECIPE)
+        raise FtcliError.single(code, message, origin=parsed.tree.origin, help=help)
     root = MapNode(Origin(source), parsed.tree.entries)
     return ParsedYaml(root, parsed.findings)
 
@@ -279,16 +277,15 @@ def _parse(text: str, source: str, fixed: Origin | None = None, *, any_key: bool
     places = _Places(source, mask_lines(lines_of(text)), fixed)
     try:
         composer = _Composer(text, places)
+        try:
+            node = cast("_AnyNode | None", composer.get_single_node())
+        except (ValueError, OverflowError):  # PyYAML hands every `\\U` to chr()
+            place, help = places.point(composer.line, composer.column), "Unicode ends at `\\U0010FFFF`"
+            raise FtcliError.single(
+                "FT110", "an escape that stands for no character", origin=place, help=help
+            ) from None
     except yaml.YAMLError as error:
-        raise FtcliError([syntax_finding(error, places.point)], ExitCode.RECIPE) from None
-    try:
-        node = cast("_AnyNode | None", composer.get_single_node())
-    except yaml.YAMLError as error:
-        raise FtcliError([syntax_finding(error, places.point)], ExitCode.RECIPE) from None
-    except (ValueError, OverflowError):  # PyYAML hands every `\\U` to chr()
-        place, help = places.point(composer.line, composer.column), "Unicode ends at `\\U0010FFFF`"
-        finding = Finding("FT110", "an escape that stands for no character", place, help)
-        raise FtcliError([finding], ExitCode.RECIPE) from None
+        raise FtcliError([_syntax_finding(error, places)], ExitCode.RECIPE) from None
     if node is None:
         return ParsedYaml(Leaf(places.point(0, 0), None, ""), ())
     converter = _Converter(places, any_key=any_key)
@@ -362,7 +359,7 @@ class _Composer(Reader, Scanner, Parser, Composer, BaseResolver):
 
     def _refuse(self, code: str, message: str, mark: Any, help: str) -> None:
         origin = self._places.point(mark.line, mark.column)
-        raise FtcliError.single(code, message, origin=origin, help=help, exit_code=ExitCode.RECIPE)
+        raise FtcliError.single(code, message, origin=origin, help=help)
 
 
 class _Converter:
@@ -435,13 +432,6 @@ class _Converter:
         self.findings.append(Finding(code, message, origin, help))
 
 
-class Point(Protocol):
-    """Turns a zero-based line and column into an origin."""
-
-    def __call__(self, line: int, column: int, length: int = 1) -> Origin:
-        """The origin of that place."""
-
-
 #: (pattern in PyYAML's message, our message, help, whether the place is where the construct began)
 _KNOWN: tuple[tuple[str, str, str, bool], ...] = (
     (r"mapping values are not allowed", "a second `: ` in one value, or a line indented too far",
@@ -469,8 +459,9 @@ _KNOWN: tuple[tuple[str, str, str, bool], ...] = (
 )  # fmt: skip
 
 
-def syntax_finding(error: yaml.YAMLError, point: Point) -> Finding:
+def _syntax_finding(error: yaml.YAMLError, places: _Places) -> Finding:
     """The finding for what stopped PyYAML: FT111 for tabs, FT112 for a second document, else FT110."""
+    point = places.point
     if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
         return Finding("FT110", f"not valid YAML: {error}", point(0, 0), "see docs/recipes.md for the format")
     mark = error.problem_mark
@@ -510,7 +501,14 @@ class _Rules(_Base):
         return _TAG + type(found).__name__
 
     def represent_float(self, data: float) -> yaml.ScalarNode:
-        return self.represent_scalar(_TAG + "float", _float_text(data))
+        """The shortest decimal that reads back the same, here and in YAML 1.1 (which wants a point: 1.0e-08)."""
+        text = repr(data)
+        if text in ("inf", "-inf", "nan"):
+            text = text.replace("inf", ".inf").replace("nan", ".nan")
+        mantissa, exponent, power = text.partition("e")
+        return self.represent_scalar(
+            _TAG + "float", text if not exponent or "." in mantissa else f"{mantissa}.0e{power}"
+        )
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -536,13 +534,10 @@ _DEEPEST = 100
 
 def dump_recipe(recipe: Recipe) -> str:
     """YAML text of `recipe` in the order of its models."""
-    values = recipe.model_dump()
-    text = _dumped(values, _QuickDumper)
-    return _dumped(values, _Dumper) if _ESCAPED in text else text
-
-
-def _dumped(values: Any, dumper: type[_Rules]) -> str:
-    text: str = yaml.dump(values, Dumper=dumper, sort_keys=False, allow_unicode=True, width=120)
+    values, text = recipe.model_dump(), _ESCAPED
+    for dumper in (_QuickDumper, _Dumper):
+        if _ESCAPED in text:
+            text = yaml.dump(values, Dumper=dumper, sort_keys=False, allow_unicode=True, width=120)
     return text
 
 
@@ -575,12 +570,3 @@ def flow_text(value: Any) -> str:
         value, Dumper=_Dumper, default_flow_style=True, sort_keys=False, allow_unicode=True, width=10**9
     )
     return text.removesuffix("\n").removesuffix("\n...")
-
-
-def _float_text(value: float) -> str:
-    """The shortest decimal that reads back as the same float, here and in YAML 1.1 (which wants a point: 1.0e-08)."""
-    text = repr(value)
-    if text in ("inf", "-inf", "nan"):
-        return text.replace("inf", ".inf").replace("nan", ".nan")
-    mantissa, exponent, power = text.partition("e")
-    return text if not exponent or "." in mantissa else f"{mantissa}.0e{power}"

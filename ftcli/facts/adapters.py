@@ -61,10 +61,8 @@ class LoraProblem:
 
 
 class AdapterChoice:
-    """The choice of single modules by the section ``lora``, its expressions compiled once.
-
-    Args:
-        lora: Its expressions compile: preflight has looked (FT264).
+    """The choice of single modules by the section ``lora``, its expressions compiled once. ``lora``: its expressions
+    compile: preflight has looked (FT264).
     """
 
     def __init__(self, lora: LoraConfig) -> None:
@@ -131,9 +129,8 @@ def _compiled(patterns: Mapping[str, _Number]) -> dict[str, tuple[re.Pattern[str
 
 
 def endless(expressions: Iterable[Expression], names: Sequence[str]) -> Expression | None:
-    """The expression at which all of them took too long on the names of modules; None where they do not.
-
-    PEFT matches the same names without a limit, and so does the memory estimate, many times.
+    """The expression at which all of them took too long on the names of modules, or None. PEFT matches the same names
+    without a limit, and so does the memory estimate.
     """
     waiting = list(expressions)
     tried = None
@@ -206,10 +203,8 @@ def _named_in(shape: ModelShape, linears: Sequence[Linear]) -> Iterator[tuple[Li
 
 
 def problems(names: Sequence[str], lora: LoraConfig) -> Iterator[LoraProblem]:
-    """Settings that choose nothing among the modules ``names``, and expressions that take for ever on those.
-
-    Args:
-        names: What ``lora.target_modules`` names in the model.
+    """Settings that choose nothing among the modules ``names``, and expressions that take for ever on those. ``names``:
+    what ``lora.target_modules`` names in the model.
     """
     choice = AdapterChoice(lora)
     slow = endless(choice.expressions(), names)

@@ -38,10 +38,8 @@ Fetch = Callable[[str, str | None, bool], Path]
 
 @dataclass(frozen=True, slots=True)
 class ConfigSource:
-    """A config.json that was found.
-
-    ``folder`` holds it. ``values`` is its content, overridden by the values of an alias where there is one: instruct
-    models share the bundled file of their base model and differ in their stop tokens.
+    """A config.json in ``folder``, with its ``values`` and over them those of an alias: instruct models share the
+    bundled file of their base model and differ in their stop tokens.
     """
 
     kind: SourceKind

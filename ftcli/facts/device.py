@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
-from types import MappingProxyType
 from typing import Literal
 
 from ftkernels.limits import FLOAT8_CAPABILITY, Gpu
@@ -30,19 +29,13 @@ class DeviceFacts:
     """The abilities of a machine.
 
     Attributes:
-        name: As in ``--as``, or the driver's name of the GPU that is here.
-        kind: ``cuda`` or ``cpu``.
-        capability: CUDA compute capability; None on a CPU.
         memory_bytes: The total that torch reports: the nominal size less what the driver and ECC keep. On a CPU the
             RAM, or the container's limit if that is less; None where it cannot be found out.
         free_bytes: What is free now; None for a device that was only named.
-        shared_memory_bytes: Most shared memory that one block can ask for; None on a CPU.
-        multiprocessors: SMs, or CPU cores that this process may use.
         dense_tflops: Published dense matmul rate with 16-bit inputs and float32 accumulation; None when not in the
             table.
         bandwidth_gb_per_s: Published memory bandwidth in 10^9 bytes per second; None when not in the table.
         host_free_bytes: Free RAM of this machine where it has a GPU; None for a CPU and for named devices.
-        probed: True for the machine that is here.
         failed_products: Why products of quantized weights do not work here, where they were tried; else None.
         unused: An accelerator of this machine that nothing is computed on, in words; None where there is none.
     """
@@ -63,10 +56,7 @@ class DeviceFacts:
 
     @property
     def has_bfloat16(self) -> bool:
-        """True if bfloat16 runs without emulation. A CPU computes it too, slowly.
-
-        torch is not asked: it says yes on a T4 as well, which emulates it.
-        """
+        """True if bfloat16 runs without emulation (torch says yes on a T4, too). A CPU computes it as well, slowly."""
         return self.kind == "cpu" or (self.capability is not None and self.capability >= BFLOAT16_CAPABILITY)
 
     @property
@@ -112,26 +102,24 @@ def _gpu(
 
 # Memory is what torch.cuda.get_device_properties reports, a little under the name on the box. Shared memory is the
 # opt-in limit of a block (CUDA programming guide). Rates and bandwidths are the vendor's: dense, SXM if there is one.
-GPUS: Mapping[str, DeviceFacts] = MappingProxyType(
-    {
-        gpu.name: gpu
-        for gpu in (
-            _gpu("t4", (7, 5), 14.6, 64, 40, 65, 320),
-            _gpu("l4", (8, 9), 22.0, 99, 58, 121, 300),
-            _gpu("a10", (8, 6), 22.0, 99, 72, 125, 600),
-            _gpu("rtx3090", (8, 6), 23.6, 99, 82, 71, 936),
-            _gpu("rtx4090", (8, 9), 23.5, 99, 128, 165, 1008),
-            _gpu("rtx5090", (12, 0), 31.3, 99, 170, 209, 1792),
-            _gpu("l40s", (8, 9), 44.4, 99, 142, 362, 864),
-            _gpu("a100-40gb", (8, 0), 39.4, 163, 108, 312, 1555),
-            _gpu("a100-80gb", (8, 0), 79.1, 163, 108, 312, 2039),
-            _gpu("rtx-pro-6000", (12, 0), 94.9, 99, 188, 503, 1792),
-            _gpu("h100", (9, 0), 79.1, 227, 132, 989, 3350),
-            _gpu("h200", (9, 0), 139.8, 227, 132, 989, 4800),
-            _gpu("b200", (10, 0), 178.3, 227, 148, 2250, 8000),
-        )
-    }
-)
+GPUS: Mapping[str, DeviceFacts] = {
+    gpu.name: gpu
+    for gpu in (
+        _gpu("t4", (7, 5), 14.6, 64, 40, 65, 320),
+        _gpu("l4", (8, 9), 22.0, 99, 58, 121, 300),
+        _gpu("a10", (8, 6), 22.0, 99, 72, 125, 600),
+        _gpu("rtx3090", (8, 6), 23.6, 99, 82, 71, 936),
+        _gpu("rtx4090", (8, 9), 23.5, 99, 128, 165, 1008),
+        _gpu("rtx5090", (12, 0), 31.3, 99, 170, 209, 1792),
+        _gpu("l40s", (8, 9), 44.4, 99, 142, 362, 864),
+        _gpu("a100-40gb", (8, 0), 39.4, 163, 108, 312, 1555),
+        _gpu("a100-80gb", (8, 0), 79.1, 163, 108, 312, 2039),
+        _gpu("rtx-pro-6000", (12, 0), 94.9, 99, 188, 503, 1792),
+        _gpu("h100", (9, 0), 79.1, 227, 132, 989, 3350),
+        _gpu("h200", (9, 0), 139.8, 227, 132, 989, 4800),
+        _gpu("b200", (10, 0), 178.3, 227, 148, 2250, 8000),
+    )
+}
 DEVICE_NAMES: tuple[str, ...] = (*GPUS, "cpu")
 _SIZE = re.compile(r"(\d{1,4}(?:\.\d+)?) ?gi?b")
 
@@ -151,13 +139,8 @@ def named_device(name: str, option: str = "--as") -> DeviceFacts:
     """The device that ``--as NAME`` means; ``cpu`` has this machine's memory and cores.
 
     A size such as ``24GiB`` means a GPU with that much memory of which nothing else is known: one from Ampere on, with
-    the shared memory that all of them have.
-
-    Args:
-        option: Where the name was given.
-
-    Raises:
-        FtcliError: FT506 (exit 2) for a name that is not in the table, FT519 (exit 3) for another vendor's device.
+    the shared memory that all of them have. ``option``: where the name was given. Raises FtcliError FT506 (exit 2) for
+    a name that is not in the table, FT519 (exit 3) for another vendor's device.
     """
     key = name.strip().lower()
     size = _SIZE.fullmatch(key)

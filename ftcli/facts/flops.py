@@ -57,11 +57,8 @@ def step_flops(
     gradient_checkpointing: PolicyName = False,
     uncheckpointed_layers: int = 0,
 ) -> StepFlops | None:
-    """Operations per token of a training step; None for a family whose shape is not known.
-
-    Args:
-        num_layers: Count only this many layers (benchmarks of a shortened model).
-        uncheckpointed_layers: How many layers are left out of the policy, and are not run again.
+    """Operations per token of a training step; None for a family whose shape is not known. ``num_layers``: count only
+    so many; ``uncheckpointed_layers`` are not run again.
     """
     shape = facts.shape
     if shape is None:

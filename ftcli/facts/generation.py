@@ -155,13 +155,9 @@ def cache_bytes(shape: CacheShape, rows: int, longest: int) -> int:
 def choose_layout(
     shape: CacheShape, rows: int, longest: int, *, room_bytes: int | None, copy_bytes: int | None
 ) -> EngineLayout | None:
-    """The largest layout that fits; None if not even one sequence does.
-
-    Weights are merged only where ``rows`` sequences of ``longest`` tokens have room beside the copy.
-
-    Args:
-        room_bytes: For the cache and the copy; None: no limit is known, and nothing is copied.
-        copy_bytes: What merged weights would take; None: there is nothing to merge.
+    """The largest layout that fits; None if not even one sequence does. Weights are merged only where ``rows``
+    sequences of ``longest`` tokens have room beside the copy. ``room_bytes``: None: no limit is known, and nothing is
+    copied; ``copy_bytes``: None: there is nothing to merge.
     """
     whole = EngineLayout(rows, _pages(rows, longest), merged=False)
     if room_bytes is None:
@@ -178,12 +174,8 @@ def choose_layout(
 
 
 def why_no_engine(text_config: JsonMap, family: Family | None, *, on_kernels: bool) -> str | None:
-    """The reason why transformers' own ``generate`` answers in place of the engine, as one clause, or None.
-
-    Args:
-        text_config: The language model's config.json.
-        family: The model's row, of layers that are causal attention, or delta nets; None where there is none.
-        on_kernels: Whether the layers are ftcli's.
+    """The reason why transformers' own ``generate`` answers in place of the engine, as one clause, or None. ``family``
+    is that of layers which are causal attention, or delta nets.
     """
     if family is None:
         return f"the layers of model_type {text_config.get('model_type')} are not known to be causal attention alone"

@@ -21,11 +21,8 @@ _GATE_AND_UP = ("gate_proj", "up_proj", "gate_up_proj")
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """One linear layer of a decoder layer: PEFT's module path below the layer, and its logical shape.
-
-    Attributes:
-        experts: So many matrices of this shape are one parameter, a stack of experts. 1: a layer of its own.
-        used: How many of them a token goes through.
+    """One linear layer of a decoder layer: PEFT's module path below the layer, and its logical shape. With ``experts``
+    above 1 it is a stack of so many matrices in one parameter, of which a token goes through ``used``.
     """
 
     name: str
@@ -66,7 +63,6 @@ class Attention:
     """The attention of one layer.
 
     Attributes:
-        window: Keys that a query sees at most, itself included. None: all before it.
         rotary_dim: Features of a head that are rotated, its first ones; 0: no rotation.
         keys: Where keys and values come from: linears of the layer, one linear for both (``one``), or an earlier layer
             of its kind (``shared``).
@@ -93,12 +89,8 @@ class Attention:
 @dataclass(frozen=True, slots=True)
 class LatentAttention(Attention):
     """Multi-head latent attention of one layer, of heads that are expanded from the latents: ``head_dim`` is that of
-    queries and keys, of which the last ``rotary_dim`` features are rotated.
-
-    Attributes:
-        q_rank: Features of the queries' latent; None: they are made of the layer's input.
-        kv_rank: Features of the latent of keys and values.
-        value_dim: Features of a head's values.
+    queries and keys, of which the last ``rotary_dim`` features are rotated. The queries' latent has ``q_rank`` features
+    (None: they are made of the layer's input), that of keys and values ``kv_rank``.
     """
 
     q_rank: int | None

@@ -208,15 +208,11 @@ def _kind(layer: Layer) -> Hashable:
 
 
 def shape_of(config: Config) -> ModelShape | None:
-    """The shape of the model that ``config`` describes; None for one that the family table does not describe.
+    """The shape of the model that a config.json describes; None for one that the family table does not describe.
 
-    Args:
-        config: The content of config.json.
-
-    Raises:
-        KeyError: A key that transformers has no usable default for is missing; its args hold the name.
-        ValueError: A value is not a positive whole number, the heads do not divide, or there are more layers than
-            any model has: names are made of every layer.
+    Raises KeyError with the name of a key that is missing and for which transformers has no usable default; ValueError
+    where a value is not a positive whole number, the heads do not divide, or there are more layers than any model has:
+    names are made of every layer.
     """
     others = other_parameters(config)
     config = text_values(config)

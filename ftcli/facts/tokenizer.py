@@ -18,9 +18,8 @@ _OTHER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 @dataclass(frozen=True, slots=True)
 class TokenizerFacts:
-    """A tokenizer whose files are on this machine.
-
-    ``size`` is one more than its largest id; None where only other files than tokenizer.json say it.
+    """A tokenizer whose files are on this machine. ``size`` is one more than its largest id; None where only other
+    files than tokenizer.json say it.
     """
 
     folder: Path

@@ -13,10 +13,7 @@ from ftcli.tables import code_of
 def other_parameters(config: Config) -> int | None:
     """Parameters of towers and of what projects their output; 0 for a model of text.
 
-    None where nothing is known of its towers.
-
-    Raises:
-        ValueError: A value is not a positive whole number.
+    None where nothing is known of its towers. Raises ValueError: a value is not a positive whole number.
     """
     row = multimodal_of(config)
     if row is None:

@@ -20,11 +20,9 @@ FURTHER_WEIGHTS = "model-further.safetensors"
 
 @dataclass(frozen=True, slots=True)
 class WeightFiles:
-    """The weight files of a folder.
-
-    ``files`` are its safetensors files; ``gguf`` is a GGUF file where there is one, and none of these. ``missing`` are
-    shards that its index names and that are not there; ``unreadable`` says which files cannot be read, and why.
-    ``pickle_only`` is True when there are weights, but only in pickle files, which ftcli does not load.
+    """The weight files of a folder: safetensors ``files`` or, without any, a ``gguf`` file; ``missing`` shards that its
+    index names; which are ``unreadable``, and why; ``pickle_only`` where there are weights, but only in pickle files,
+    which ftcli does not load.
     """
 
     files: tuple[Path, ...]

@@ -29,12 +29,9 @@ class BenchOptions:
 
     Attributes:
         batch: Rows of a step, or pairs of them where the recipe learns from pairs.
-        seq: Tokens of a row.
         prompt: Tokens of a pair's prompt; None: a third of its shorter row.
         lengths: Where the lengths of rows come from (:func:`ftcli.data.lengths.lengths_of`); None: all have ``seq``.
-        layers: Decoder layers of the model.
         steps: Timed steps after the first; with 0 the first is reported.
-        profile: Record one more step with torch's profiler.
         evaluation: Time `ftcli eval` instead of training: a step is one batch, forward only.
     """
 
@@ -54,14 +51,10 @@ class BenchOptions:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Milliseconds of a step (median, fastest, slowest) after the first, which is given in seconds.
-
-    ``tokens_per_second`` counts real tokens: of steps of one size by their median, of steps of several sizes all their
-    tokens in all their time.
-
-    ``first_step_only``: no other was timed, and the numbers are its own, with all that is set up in it.
-    ``pairs_per_second`` is there where pairs of rows are learnt from; tokens that a pair shares count once then, where
-    they are computed once.
+    """Milliseconds of a step (median, fastest, slowest) after the first, which is given in seconds; with
+    ``first_step_only`` the numbers are the first one's. ``tokens_per_second`` counts real tokens, in steps of several
+    sizes all of them in all their time; ``pairs_per_second`` is there where pairs are learnt from, whose shared tokens
+    count once.
     """
 
     steps: int
@@ -77,9 +70,8 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class TimedTokens:
-    """The tokens of the steps that were timed: real ones, and all that were computed, with what fills rows up.
-
-    ``shapes`` is the number of different shapes of micro-batches, ``layout`` how their rows are laid out.
+    """The tokens of the steps that were timed: real ones, and all that were computed, with what fills rows up, in so
+    many different ``shapes`` of micro-batches.
     """
 
     real_tokens: int
@@ -93,17 +85,9 @@ class TimedTokens:
 
 @dataclass(frozen=True, slots=True)
 class SeveralGpus:
-    """Several GPUs that train together, as against the same ones when each trained alone, at the same time; None where
-    they share each row, which none can train on alone.
-
-    Attributes:
-        gpus: How many there are.
-        tokens_per_second_in_all: Of all of them, at the pace of the slowest.
-        tokens_per_second_alone: The sum of what each achieved alone.
-        tokens_per_second_of_each_alone: What that is the sum of: the slowest sets the pace of all.
-        share_of_single_gpus: The first over the second. These three are None where the weights are sharded over the
-            GPUs, of which none can train alone.
-        peak_memory_bytes_of_each: The most that each needed.
+    """Several GPUs that train together, at the pace of the slowest, as against the same ones when each trained alone,
+    at the same time. What is of each alone is None where they share each row or the weights, which none can train on
+    alone.
     """
 
     gpus: int
@@ -119,7 +103,6 @@ class Measured:
     """Measurements of training steps or of evaluation batches; the latter have fewer.
 
     Attributes:
-        matmul_tflops: The rate of a large dense product on this machine.
         profile, gpu_time: The kernels of one step by time, and how long the GPU worked, where a step was profiled.
         cuda_graphs: ``on``, or why not.
         pinned_host_bytes, offloaded: Pinned memory on the host, and which tensors of the layers it holds; None where
@@ -161,10 +144,8 @@ class StoredRate:
 @dataclass(frozen=True, slots=True)
 class PredictedMemory:
     """The memory estimate of what is timed; of fewer layers than the model has there is none.
-
     ``predicted_allocated_bytes`` is what ``peak_memory_bytes`` measures on a GPU, the allocator's peak;
-    ``predicted_peak_bytes`` has what CUDA takes itself besides. On a CPU the peak is the whole process', as is the
-    latter.
+    ``predicted_peak_bytes`` has what CUDA takes besides, and on a CPU the whole process.
     """
 
     predicted_peak_bytes: int | None = None

@@ -59,12 +59,10 @@ def bench_step(
     loaded: LoadedRecipe, session: Session, options: BenchOptions, group: RankGroup | None = None
 ) -> BenchResult:
     """Times ``options.steps`` training steps (or evaluation batches) after the first, on random weights of the recipe's
-    true shape. Without any, the first is reported, with all that is set up in it (``first_step_only``).
+    true shape; without any, the first (``first_step_only``). The ranks of ``group`` take as many each by itself before.
 
     The bound is tokens/s over (matmul rate / operations per token), with the rate measured on this machine and the
     operations counted by :mod:`ftcli.facts.flops`. Products of weights as they are stored count at their own rate.
-
-    The ranks of ``group`` take as many steps each by itself before, which is what the steps together are compared with.
     """
     mix = None if options.lengths is None else lengths_of(options.lengths)
     report = _checked(loaded, session, options)
@@ -189,14 +187,11 @@ def _timed_preference(recipe: Recipe, preference: PreferenceConfig) -> Preferenc
     from ftcli.methods.preference.checks import other_model
 
     asks = other_model(recipe) is not None
-    if not asks and (preference.reference_cache != "auto" or not _sees_again(recipe)):
+    sees_again = recipe.train.max_steps is None and recipe.train.num_train_epochs > 1
+    if not asks and (preference.reference_cache != "auto" or not sees_again):
         return preference
     changed = {"reference": None, "reference_revision": None} if asks else {}
     return preference.model_copy(update={**changed, "reference_cache": "./ahead"})  # where nothing is written
-
-
-def _sees_again(recipe: Recipe) -> bool:
-    return recipe.train.max_steps is None and recipe.train.num_train_epochs > 1
 
 
 def _steps(recipe: Recipe, options: BenchOptions) -> int:

@@ -48,16 +48,8 @@ _PROBE = "Hello"
 
 @dataclass(frozen=True, slots=True)
 class ChatOptions:
-    """Options of a chat. None takes the recipe's value, or the default for a person.
-
-    Attributes:
-        prompt: The one turn to answer; None where a person talks.
-        base: The base model, without the run's adapter or weights.
-        checkpoint: Of the run, a step or ``best``, in place of its result.
-        system: A system prompt.
-        raw: Text is continued as it stands, without the chat template.
-        temperature: 0 takes the likeliest token.
-        images: Files that are shown before the first turn's text.
+    """Options of a chat; None takes the recipe's value, or the default for a person. Without a ``prompt`` a person
+    talks; ``raw`` text is continued without the chat template; ``checkpoint`` is a step or ``best``.
     """
 
     prompt: str | None = None
@@ -79,17 +71,9 @@ class ChatOptions:
 
 @dataclass(frozen=True, slots=True)
 class ChatAnswer:
-    """The answer of `ftcli chat` to one prompt.
-
-    Attributes:
-        completion: The model's answer exactly, control characters included. Empty where its reasoning never ended.
-        reasoning: What it wrote before, by the marks of the chat template; None where there was none.
-        stop: ``stop`` for a token that ends a turn or a string that stops it, else the limit that ended the answer.
-        seconds: Of generation, without loading.
-        base: Whether it is the base model's.
-        run: The run directory, where there is one.
-        checkpoint: Of the run, in place of its result.
-        seed: Of the random numbers; None where nothing is drawn.
+    """The answer of `ftcli chat` to one prompt, control characters included, and the ``reasoning`` before it by the
+    marks of the chat template. ``stop``: for a token or string that ends a turn, else the limit that ended it;
+    ``seconds`` are those of generation; ``seed`` is None where nothing is drawn.
     """
 
     completion: str
@@ -133,12 +117,9 @@ class Chat:
     def ask(self, text: str) -> Generator[str, None, ChatAnswer]:
         """The answer to the next turn, piece by piece; the generator's value is all of it.
 
-        The turn becomes part of the history, also when the answer is cut short by closing the generator, unless nothing
-        of it has come.
-
-        Raises:
-            FtcliError: As :meth:`Conversation.question` (exit 4), the history unchanged;
-                FT762 (exit 6) when the model's logits are not finite.
+        The turn becomes part of the history, also when the generator is closed, unless nothing of the answer has come.
+        Raises FtcliError as :meth:`Conversation.question` (exit 4), the history unchanged; FT762 (exit 6) for logits
+        that are not finite.
         """
         from ftcli.evaluate.generate import stream
         from ftcli.generation.requests import cut
@@ -196,15 +177,11 @@ class Chat:
 
 
 def open_chat(loaded: LoadedRecipe, session: Session, run_dir: Path, options: ChatOptions) -> Chat:
-    """Loads what is to answer.
+    """Loads what is to answer. What can be said against the first turn is said before a weight is loaded.
 
-    Whatever can be said against the first turn (``options.prompt``, or the system prompt alone) is said before a weight
-    is loaded.
-
-    Raises:
-        FtcliError: FT158 (exit 2) for options that contradict each other, FT763 when ``run_dir`` holds no finished run
-            and the base was not asked for, FT725 when it has no such checkpoint, FT735 when the base is not the run's,
-            FT749 when the command line changes how it was trained; whatever preflight and loading raise.
+    Raises FtcliError FT158 (exit 2) for options that contradict each other, FT763 when ``run_dir`` holds no finished
+    run and the base was not asked for, FT725 when it has no such checkpoint, FT735 when the base is not the run's,
+    FT749 when the command line changes how it was trained; whatever preflight and loading raise.
     """
     if options.base and options.checkpoint is not None:
         raise cannot_chat(
@@ -216,7 +193,9 @@ def open_chat(loaded: LoadedRecipe, session: Session, run_dir: Path, options: Ch
         refuse_training(loaded, run, "a talk")
     chosen = None if run is None else checkpoint_of(run, options.checkpoint, session.reporter)
     weights = None if run is None or options.base else chosen or result_of(run, session.reporter)
-    report = checked(replace(loaded, recipe=_for_chat(loaded.recipe)), session, "chat")
+    # Without what is held out: nothing of it is read, and one row is in the model at a time.
+    held_out = loaded.recipe.eval.model_copy(update={"tasks": (), "lm_eval": (), "per_device_eval_batch_size": 1})
+    report = checked(replace(loaded, recipe=loaded.recipe.model_copy(update={"eval": held_out})), session, "chat")
     from ftcli.evaluate.generate import listening
     from ftcli.job import open_job
 
@@ -257,12 +236,6 @@ def sampling_of(recipe: Recipe, options: ChatOptions) -> StreamSettings:
 def cannot_chat(message: str, help: str, option: str = "command line") -> FtcliError:
     """FT158: there is nothing to answer, or options contradict each other."""
     return FtcliError.single("FT158", message, origin=Origin(option), help=help)
-
-
-def _for_chat(recipe: Recipe) -> Recipe:
-    """The recipe without what is held out: nothing of it is read, and one row is in the model at a time."""
-    held_out = {"tasks": (), "lm_eval": (), "per_device_eval_batch_size": 1}
-    return recipe.model_copy(update={"eval": recipe.eval.model_copy(update=held_out)})
 
 
 def _conversation(job: Job, run: RunDirectory | None, options: ChatOptions) -> Conversation:
@@ -368,13 +341,9 @@ class Question:
 
 
 class Conversation:
-    """Turns that were asked and answered, and the next one rendered after them.
-
-    Args:
-        renderer: None where there is no chat template: every turn is plain text on its own, to be continued.
-        room: How long a prompt may be.
-        refuses_reasoning: ``data.reasoning: refuse``; then reasoning of earlier answers is not part of the history.
-        images: Shown before the first turn's text; ``vision`` knows their tokens.
+    """Turns that were asked and answered, and the next one rendered after them. Without a ``renderer`` every turn is
+    plain text, to be continued; ``room`` is the longest prompt; under ``refuses_reasoning`` reasoning of earlier
+    answers is no part of the history; ``images`` are shown before the first turn's text.
     """
 
     def __init__(
@@ -407,11 +376,8 @@ class Conversation:
         self._turns.clear()
 
     def question(self, text: str) -> Question:
-        """The next turn, not yet part of the history.
-
-        Raises:
-            FtcliError: (exit 4) FT412, FT422, FT425 and FT426 as :meth:`ftcli.data.template.Renderer.prompt`, FT431
-                when it leaves no room for an answer.
+        """The next turn, not yet part of the history. Raises FtcliError (exit 4) FT412, FT422, FT425 and FT426 as
+        :meth:`ftcli.data.template.Renderer.prompt`, FT431 when it leaves no room for an answer.
         """
         row = Row(_WHERE, len(self._turns) // 2 + 1, {})
         text = text if self._turns else IMAGE * len(self.images) + text
@@ -432,12 +398,9 @@ class Conversation:
         """Adds the turn and its answer, as far as that came, to the history."""
         if self._raw:
             return
-        content = _with_reasoning(completion) if OPENED_REASONING.search(question.text) else completion
+        content = completion
+        if OPENED_REASONING.search(question.text):  # it began in the prompt, and gets both of its tags
+            content = f"<think>\n{completion}" + ("" if "</think>" in completion else "\n</think>\n\n")
         if self._refuses_reasoning:
             content = split_reasoning(content)[3]
         self._turns += [{"role": "user", "content": question.said}, {"role": "assistant", "content": content}]
-
-
-def _with_reasoning(completion: str) -> str:
-    """An answer whose reasoning began in the prompt, with both of its tags."""
-    return f"<think>\n{completion}" if "</think>" in completion else f"<think>\n{completion}\n</think>\n\n"

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from ftcli.assets import bundled
-from ftcli.config.data import DatasetConfig
 from ftcli.config.load import LoadedRecipe
 from ftcli.errors import Finding, FtcliError
 from ftcli.facts.config_file import looks_local
@@ -44,14 +43,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
-    """The answer of `ftcli check`.
-
-    Attributes:
-        adapters: None for full fine-tuning.
-        rows: Which rows were looked at.
-        attention: What the layers take, where that is not what the report says; else nothing.
-        judges: What `ftcli sample` would judge by.
-        forecast: How long the run takes and what it costs, where a price was given.
+    """The answer of `ftcli check`. ``attention``: what the layers take, where the report says otherwise; ``judges``:
+    those of `ftcli sample`; ``forecast``: time and cost, where a price was given.
     """
 
     report: PreflightReport = field(metadata=FLATTENED)
@@ -176,12 +169,11 @@ _MOST_ROWS = 20_000
 
 
 def look_at_rows(report: PreflightReport, session: Session) -> tuple[tuple[SurveyedSource, ...], tuple[NotMade, ...]]:
-    """Looks at the rows of local sources with a tokenizer that is on this machine; warnings and notes are told.
+    """Looks at the rows of local sources with a tokenizer that is on this machine; warnings and notes are told. Returns
+    which rows were looked at, and the checks that could not be made.
 
-    Returns which rows were looked at, and the checks that could not be made.
-
-    Raises FtcliError (exit 4) with what training and evaluation would refuse, all of it; whatever the tokenizer of a
-    local model raises.
+    Raises FtcliError (exit 4) with what training and evaluation would refuse; whatever the tokenizer of a local model
+    raises.
     """
     tokenizer, reason = _tokenizer(report)
     if tokenizer is None:
@@ -204,7 +196,9 @@ def look_at_rows(report: PreflightReport, session: Session) -> tuple[tuple[Surve
     for finding in dict.fromkeys(looking.findings):
         session.reporter.finding(finding)
     looking.raise_failures()
-    away = sorted({source.path for source in _all_sources(report) if is_away(source)})
+    of_tasks = (source for task in report.recipe.eval.tasks for source in task.data)
+    every = (*report.recipe.data.train, *report.recipe.data.eval, *of_tasks)
+    away = sorted({source.path for source in every if is_away(source)})
     not_made = [NotMade(f"{_CHECK}: {name}", "it is not on this machine; the run reads it") for name in away]
     not_made += not_compared
     for one in looking.found:
@@ -298,11 +292,6 @@ def _look_at_all(looking: RowSurvey, report: PreflightReport, table: TokenTable)
     return []
 
 
-def _all_sources(report: PreflightReport) -> Iterator[DatasetConfig]:
-    yield from (*report.recipe.data.train, *report.recipe.data.eval)
-    yield from (source for task in report.recipe.eval.tasks for source in task.data)
-
-
 _ROWS = "train.per_device_train_batch_size"
 #: Batches that are tried, each twice the one before.
 _DOUBLED = 10
@@ -310,15 +299,9 @@ _DOUBLED = 10
 
 @dataclass(frozen=True, slots=True)
 class GpuVerdict:
-    """The verdict of preflight on one GPU.
-
-    Attributes:
-        verdict: ``refused`` where it is another thing than memory that cannot be.
-        peak_bytes: What the run needs there; None where it is refused, or where that is not known.
-        most_rows: Rows a micro-batch: the recipe's, doubled as long as that fits under the same checkpointing policy.
-        reason: The first thing that cannot be, and what helps.
-        seconds, cost: How long the run takes there and what it costs, within a share of ``within``; None where no price
-            was given, or where that is not known.
+    """The verdict of preflight on one GPU: ``refused``, with the ``reason``, for another thing than memory.
+    ``most_rows`` are the recipe's rows a micro-batch, doubled as long as that fits under the same policy; seconds and
+    cost are right ``within`` a share. What is not known is None.
     """
 
     gpu: str
@@ -346,10 +329,8 @@ class EveryGpu:
 
 
 def check_every_gpu(loaded: LoadedRecipe, session: Session, prices: Prices | None = None) -> EveryGpu:
-    """Preflight of the recipe for every GPU of the table; rows are looked at by the check for a single one.
-
-    Raises:
-        FtcliError: What all of them are refused for alike, such as an error of the recipe or of the model.
+    """Preflight of the recipe for every GPU of the table; rows are looked at by the check for a single one. Raises
+    FtcliError with what all of them are refused for alike, such as an error of the recipe or of the model.
     """
     loaded = replace(loaded, recipe=with_sources(Context(loaded.recipe, loaded.origins, "check"), session))
     names = sorted(GPUS, key=lambda name: GPUS[name].memory_bytes or 0)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ftcli.config.load import LoadedRecipe
 from ftcli.facts.weights import ADAPTER_CONFIG
 from ftcli.judges import judges_of
-from ftcli.pipeline.weights import checkpoint_of, refuse_training, result_of
+from ftcli.pipeline.weights import weights_of
 from ftcli.plain import LEFT_OUT
 from ftcli.preflight.stages import checked
 from ftcli.reporting import Session
@@ -42,20 +42,14 @@ class EvaluationResult:
 def evaluate_recipe(
     loaded: LoadedRecipe, session: Session, run_dir: Path | None, checkpoint: str | None = None
 ) -> EvaluationResult:
-    """Token-weighted loss, perplexity, token accuracy and tasks; written to the run's eval.json when one is named.
-
-    Args:
-        checkpoint: Of the run, a step or ``best``: it is evaluated in place of the result, and eval.json, which is
-            about the result, stays as it is.
+    """Token-weighted loss, perplexity, token accuracy and tasks; written to the run's eval.json when one is named, but
+    not those of a ``checkpoint``, a step or ``best`` that is evaluated in place of the result.
 
     Raises FtcliError FT763 when ``run_dir`` holds no finished run, FT725 when it has no such checkpoint, FT749 when the
     command line changes how it was trained.
     """
     directory = None if run_dir is None else RunDirectory(run_dir)
-    if directory is not None:
-        refuse_training(loaded, directory, "an evaluation")
-    chosen = None if directory is None else checkpoint_of(directory, checkpoint, session.reporter)
-    weights = None if directory is None else chosen or result_of(directory, session.reporter)
+    chosen, weights = weights_of(loaded, directory, checkpoint, session.reporter, "an evaluation")
     report = checked(loaded, session, "eval")
     from ftcli.job import open_job
     from ftcli.train import data
@@ -89,7 +83,8 @@ def _base_and_run(
     rows, model = evaluator.sequences, build_base(job)
     if directory is not None:
         hold(job, model, directory, read)
-    if weights is not None and _is_adapter(weights):
+    # An adapter, or what is left of one.
+    if weights is not None and ((weights / ADAPTER_CONFIG).is_file() or any(weights.glob("adapter_model*"))):
         adapted = load_adapter(model, weights)
         freeze_on_kernels(job, adapted, rows)
         with adapted.disable_adapter():
@@ -103,11 +98,6 @@ def _base_and_run(
     tuned = build_base(job, weights=weights)
     freeze_on_kernels(job, tuned, rows)
     return base, evaluator.measure(tuned)
-
-
-def _is_adapter(folder: Path) -> bool:
-    """True if a folder holds an adapter, or what is left of one."""
-    return (folder / ADAPTER_CONFIG).is_file() or any(folder.glob("adapter_model*"))
 
 
 def freeze_on_kernels(job: Job, model: Any, rows: Sequence[TokenizedRow]) -> KernelReport:

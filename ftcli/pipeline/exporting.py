@@ -25,14 +25,9 @@ _OF_EXPORT = ("export", "run")
 
 @dataclass(frozen=True, slots=True)
 class ExportOptions:
-    """Options of an export.
-
-    Attributes:
-        checkpoint: Of the run, a step or ``best``: it is written in place of the result, below ``<run>/export/step-…``.
-        output: Folder for the formats' folders, in place of ``<run>/export``.
-        force: Replace an earlier export of something else.
-        verify: Hold what is written against what was trained.
-        repo: Repository on the Hub that the exports are uploaded to.
+    """Options of an export: a ``checkpoint`` (a step or ``best``) in place of the result, written below
+    ``<run>/export/step-…``; the folder in place of ``<run>/export``; whether an earlier export of something else is
+    replaced and what is written held against what was trained; and the repository on the Hub to upload to.
     """
 
     checkpoint: str | None = None

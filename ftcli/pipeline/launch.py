@@ -49,12 +49,9 @@ def in_this_process(work: Callable[[RankGroup | None], T], session: Session, pro
 
 
 def as_rank(work: Callable[[RankGroup | None], T], session: Session, processes: int) -> T:
-    """``ddp``: runs the work as one of several ranks, each with the whole model; as ``single`` where there is one.
-
-    The ranks are started by `ftcli train --gpus N`, or by torchrun. Whatever fails on one of them ends them all.
-
-    Raises:
-        FtcliError: FT517 (exit 3) in a process that nobody has started as a rank.
+    """``ddp``: runs the work as one of several ranks that `ftcli train --gpus N` or torchrun have started, each with
+    the whole model; as ``single`` where there is one. What fails on one ends them all. Raises FtcliError FT517 (exit 3)
+    in a process that nobody has started as a rank.
     """
     place = session.place
     if processes == 1 and (place is None or place.size == 1):
@@ -77,10 +74,8 @@ def as_rank(work: Callable[[RankGroup | None], T], session: Session, processes: 
 
 
 def over_ranks(loaded: LoadedRecipe, place: Place | None) -> LoadedRecipe:
-    """The recipe for as many processes as there are, where a launcher has started them.
-
-    Raises:
-        FtcliError: FT517 (exit 3) when the recipe asks for another number.
+    """The recipe for as many processes as there are, where a launcher has started them. Raises FtcliError FT517 (exit
+    3) when the recipe asks for another number.
     """
     if place is None:
         return loaded

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ftcli.config.conversion.draft import DraftValue, body
-from ftcli.config.load import LoadedRecipe, load_text
+from ftcli.config.load import load_text
 from ftcli.config.schema import RecipeSchema
-from ftcli.errors import Finding, FtcliError
+from ftcli.errors import FtcliError
 from ftcli.facts.device import DeviceFacts, named_device, probe_device
 
 #: What `--gpu` says for the machine that is here, and `--method` for adapters in as many bits as fit.
@@ -31,14 +31,8 @@ _ON_CPU = ((4, 512), (1, 256))
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """The answers to the questions.
-
-    Attributes:
-        model: A Hub id, a folder, or ``bundled:NAME``.
-        data: Files, or datasets of the Hub.
-        held_out: The same, for evaluation.
-        gpu: A name or a size as ``ftcli check --as`` takes it, or :data:`HERE`.
-        method: A key of :data:`METHODS`.
+    """The answers to the questions: a Hub id, folder or ``bundled:NAME``; files or datasets; a GPU as ``ftcli check
+    --as`` takes it, or :data:`HERE`; and a key of :data:`METHODS`.
     """
 
     model: str
@@ -50,12 +44,12 @@ class Answers:
 
 def new_recipe(answers: Answers, path: Path, *, offline: bool) -> str:
     """The text of the recipe that ``path`` is to hold: of the sizes that are tried, the largest that fits the GPU.
-
     Under :data:`AUTO` adapters on a base in 16 bits are tried first.
 
-    Raises:
-        FtcliError: What `ftcli check` says against it in the smallest size, or against model, data and GPU.
+    Raises FtcliError with what `ftcli check` says against it in the smallest size, or against model, data and GPU.
     """
+    from ftcli.preflight.stages import preflight
+
     device = probe_device() if answers.gpu.strip().lower() == HERE else named_device(answers.gpu, "--gpu")
     if answers.method == AUTO:
         try:
@@ -66,9 +60,10 @@ def new_recipe(answers: Answers, path: Path, *, offline: bool) -> str:
         return new_recipe(replace(answers, method="qlora"), path, offline=offline)
     refused: FtcliError | None = None
     for rows, length in _ON_CPU if device.kind == "cpu" else _SIZES:
-        text = "\n".join([*_header(answers, path), *body(_values(answers, device, rows, length), _order())]) + "\n"
+        made = body(_values(answers, device, rows, length), list(RecipeSchema().keys()))
+        text = "\n".join([*_header(answers, path), *made]) + "\n"
         try:
-            _require_fit(load_text(text, path), device, offline)
+            preflight(load_text(text, path), command="check", device=device, offline=offline)
         except FtcliError as error:
             refused = error
             if not _is_short_of_memory(error):
@@ -76,29 +71,18 @@ def new_recipe(answers: Answers, path: Path, *, offline: bool) -> str:
             continue
         return text
     assert refused is not None  # some size was tried
-    raise FtcliError([_with_remedy(finding, answers.method) for finding in refused.findings], refused.exit_code)
+    less = "choose --method qlora" if answers.method == "lora" else "choose --method lora or qlora"
+    findings = [
+        replace(finding, help=f"{less}, a larger GPU or a smaller model; in the recipe: {finding.help}")
+        if finding.code == "FT601" and answers.method != "qlora"
+        else finding
+        for finding in refused.findings
+    ]
+    raise FtcliError(findings, refused.exit_code)
 
 
 def _is_short_of_memory(error: FtcliError) -> bool:
     return any(finding.code.startswith("FT6") for finding in error.findings)
-
-
-def _with_remedy(finding: Finding, method: str) -> Finding:
-    """The finding with a remedy, if memory is short."""
-    if finding.code != "FT601" or method == "qlora":
-        return finding
-    less = "--method qlora" if method == "lora" else "--method lora or qlora"
-    return replace(finding, help=f"choose {less}, a larger GPU or a smaller model; in the recipe: {finding.help}")
-
-
-def _order() -> list[str]:
-    return list(RecipeSchema().keys())
-
-
-def _require_fit(loaded: LoadedRecipe, device: DeviceFacts, offline: bool) -> None:
-    from ftcli.preflight.stages import preflight
-
-    preflight(loaded, command="check", device=device, offline=offline)
 
 
 def _header(answers: Answers, path: Path) -> Iterator[str]:

@@ -54,12 +54,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Drawing:
-    """All settings of a drawing: the same values and the same model give the same answers.
-
-    Attributes:
-        num_generations: Answers of a prompt.
-        top_k, top_p: 0 and 1 are off.
-        max_length: Most tokens of a prompt and its answer.
+    """All settings of a drawing: the same values and the same model give the same answers. ``top_k`` 0 and ``top_p`` 1
+    are off; a prompt and its answer have at most ``max_length`` tokens.
     """
 
     num_generations: int
@@ -74,11 +70,8 @@ class Drawing:
 
 @dataclass(frozen=True, slots=True)
 class DrawnAnswer:
-    """One answer.
-
-    Attributes:
-        whole: All of it as it was generated, reasoning and special tokens included, without the token that ended it.
-        tokens: How many were generated.
+    """One answer, and the ``whole`` of it as it was generated: reasoning and special tokens included, without the
+    last.
     """
 
     said: Answer
@@ -111,9 +104,8 @@ class Sampler:
     def draw(self, places: Sequence[int], progress: Progress) -> list[list[DrawnAnswer]]:
         """The answers to the prompts at ``places``; ``progress`` counts answers.
 
-        Raises:
-            FtcliError: FT761 (exit 5) when one answer alone does not fit into memory, FT762 (exit 6) when the model's
-                logits are not finite. Where fewer rows at once do, they are drawn so, with the warning FT764.
+        Raises FtcliError FT761 (exit 5) when one answer alone does not fit into memory (where fewer rows at once do,
+        they are drawn so, with the warning FT764), FT762 (exit 6) when the model's logits are not finite.
         """
         seed, turns = self._drawing.seed, range(self._drawing.num_generations)
         requests = [
@@ -195,9 +187,8 @@ class Score:
 class Scorer:
     """Scores by the recipe's rewards, summed by weight; without any by the judges of its tasks, as their mean.
 
-    Raises:
-        FtcliError: As :func:`ftcli.methods.grpo.rewards.build_rewards`; FT453 (exit 4) also for a task that compares
-            with known answers where a row has none.
+    Raises FtcliError as :func:`ftcli.methods.grpo.rewards.build_rewards`; FT453 (exit 4) also for a task that compares
+    with known answers where a row has none.
     """
 
     def __init__(
@@ -251,11 +242,8 @@ class Scorer:
                 judge.scores([first.text], [""], lent, [first.prompt.row.origin], [None], [first.prompt])
 
     def scores(self, places: Sequence[int], groups: Sequence[Sequence[Answer]]) -> list[list[Score]]:
-        """A score for each answer to the prompts at ``places``.
-
-        Raises:
-            FtcliError: FT455, FT765 (exit 4) where a judge fails and its `on_error` is `stop`, FT456 where a reward
-                fails on more answers than the recipe lets pass.
+        """A score for each answer to the prompts at ``places``. Raises FtcliError FT455, FT765 (exit 4) where a judge
+        fails and its `on_error` is `stop`, FT456 where a reward fails on more answers than the recipe lets pass.
         """
         each = max(1, _AT_ONCE // max(len(groups[0]), 1))
         found: list[list[Score]] = []

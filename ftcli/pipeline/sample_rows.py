@@ -29,19 +29,9 @@ _ALIKE = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class SampleOptions:
-    """Options of sampling, and of the selection. None takes the recipe's value.
-
-    Attributes:
-        kept: Rows for supervised fine-tuning, pairs for preference methods, or both.
-        num_generations: Answers of a prompt.
-        max_prompts: The first rows only.
-        min_score: Least score of an answer to learn, or of the better one of a pair.
-        min_margin: Least difference of the scores of a pair.
-        per_prompt: Most rows of a prompt, in each file.
-        truncated: What becomes of answers that were cut off.
-        checkpoint: Of the run, a step or ``best``, in place of its result.
-        output: Folder for the files, in place of ``samples/<name>``.
-        force: Replace samples of something else.
+    """Options of sampling, and of the selection. None takes the recipe's value. ``min_score`` is of an answer to learn
+    or the better one of a pair, ``min_margin`` between those; ``per_prompt`` rows of a prompt go into each file;
+    ``truncated`` says what becomes of answers that were cut off.
     """
 
     kept: Literal["sft", "pairs", "all"] = "all"
@@ -76,13 +66,9 @@ class ScoredAnswer:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Rules by which answers are chosen.
-
-    Attributes:
-        count: Most answers, and most pairs, of a prompt.
-        best: Least score of an answer to learn; None: any.
-        chosen: Least score of the better one of a pair; None: any.
-        margin: Least difference of the scores of a pair; where it is 0 they differ all the same.
+    """Rules by which answers are chosen: at most ``count`` answers, and pairs, of a prompt; least scores of an answer
+    to learn and of the better one of a pair (None: any); and the least ``margin`` of a pair, whose scores differ in any
+    case.
     """
 
     count: int = 1
@@ -184,11 +170,8 @@ def _formed(places: Sequence[int], form: Form[T], most: int) -> Iterator[tuple[i
 
 @dataclass(frozen=True, slots=True)
 class WrittenRows:
-    """A file of rows.
-
-    Attributes:
-        left_out: Prompts that none of its rows is of, by the reason.
-        otherwise: Answers that the chat template writes otherwise than they were generated.
+    """A file of rows; prompts that none of them is of, by the reason; answers that the chat template writes
+    otherwise.
     """
 
     path: str
@@ -199,15 +182,9 @@ class WrittenRows:
 
 @dataclass(frozen=True, slots=True)
 class SampleSummary:
-    """The worth of the answers.
-
-    Attributes:
-        mean_score, mean_best_score: Over answers, and over prompts of the best one; None where nothing was judged.
-        least_score: What passes.
-        pass_at_1, pass_at_n: Share of answers that pass, and of prompts with one that does; None without a least score.
-        without_spread: Share of prompts whose answers all have the same score.
-        truncated, empty, not_judged: Answers that only their limit ended, without text, and without a score.
-        tokens: That were generated.
+    """The worth of the answers: means over answers, and over prompts of the best one; shares of answers that pass
+    (``least_score``) and of prompts with one; of prompts whose answers are all as good; and how many were cut off,
+    empty or not judged. What is not known is None.
     """
 
     prompts: int
@@ -310,10 +287,8 @@ class _File:
 def write_rows(
     files: AnswerFiles, folder: SampleFolder, made: GeneratedRows, full: float | None, options: SampleOptions
 ) -> SampleSummary:
-    """Writes the files that are asked for, and adds up what the answers are worth.
-
-    Args:
-        full: The score of an answer that passes everything, where there is such a bound.
+    """Writes the files that are asked for, and adds up what the answers are worth. ``full``: the score of an answer
+    that passes everything, where there is such a bound.
     """
     least = full if options.min_score is None else options.min_score
     selection = Selection(options.per_prompt, least, options.min_score, options.min_margin, options.truncated)

@@ -16,7 +16,7 @@ from ftcli.errors import Finding, FtcliError, Origin
 from ftcli.facts.weights import ADAPTER_CONFIG
 from ftcli.judges import JudgeAccess
 from ftcli.paths import expanded
-from ftcli.pipeline.weights import checkpoint_of, refuse_training, result_of
+from ftcli.pipeline.weights import weights_of
 from ftcli.plain import JsonObject, plain
 from ftcli.preflight.stages import checked
 from ftcli.reporting import Session
@@ -37,16 +37,12 @@ NUM_GENERATIONS = 8
 def sample_recipe(loaded: LoadedRecipe, session: Session, run_dir: Path | None, options: SampleOptions) -> SampleResult:
     """Draws, judges and writes; goes on where a run with the same settings was stopped.
 
-    Raises:
-        FtcliError: FT159 (exit 2) for options that contradict each other, FT284 for a recipe without a judge, FT773
-            where the folder holds samples of something else; FT763, FT725, FT735, FT749 for a run as `ftcli eval`;
-            whatever preflight, rows, judges and loading raise.
+    Raises FtcliError FT159 (exit 2) for options that contradict each other, FT284 for a recipe without a judge, FT773
+    where the folder holds samples of something else; FT763, FT725, FT735, FT749 for a run as `ftcli eval`; whatever
+    preflight, rows, judges and loading raise.
     """
     run = None if run_dir is None else RunDirectory(run_dir)
-    if run is not None:
-        refuse_training(loaded, run, "sampling")
-    chosen = None if run is None else checkpoint_of(run, options.checkpoint, session.reporter)
-    weights = None if run is None else chosen or result_of(run, session.reporter)
+    chosen, weights = weights_of(loaded, run, options.checkpoint, session.reporter, "sampling")
     recipe = _for_sampling(loaded.recipe, options)
     _refuse_contradictions(recipe, options)
     target = _folder(recipe, run, options)
@@ -170,7 +166,10 @@ def _model_identity(job: Job, weights: Path | None) -> JsonObject:
         cached = try_to_load_from_cache(model.name_or_path, "config.json", revision=model.revision)
         commit = Path(cached).parent.name if isinstance(cached, str) else None
     base = base_inputs(job.facts, model, commit, _weights_in(stored_weights(job.facts, model)))
-    own = None if weights is None else [plain(_weights_in(weights)), _adapter_config(weights)]
+    # The settings of an adapter, its scale among them; none of whole weights.
+    settings = None if weights is None else weights / ADAPTER_CONFIG
+    adapter = read_text(settings) if settings is not None and settings.is_file() else ""
+    own = None if weights is None else [plain(_weights_in(weights)), adapter]
     return {
         "model": model.name_or_path,
         "base": _digest(plain(base)),
@@ -187,12 +186,6 @@ def _weights_in(folder: Path | None) -> list[WeightFile]:
     from ftcli.run.inputs import weight_identities
 
     return [] if folder is None else [replace(one, crc32="") for one in weight_identities(folder)]
-
-
-def _adapter_config(weights: Path) -> str:
-    """The text of an adapter's settings, its scale among them; empty for whole weights."""
-    path = weights / ADAPTER_CONFIG
-    return read_text(path) if path.is_file() else ""
 
 
 def _digest(value: object) -> str:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import takewhile
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
 
 from ftcli.data.reasoning import ReasoningMarks
@@ -40,7 +39,6 @@ class Comparison:
 
     Attributes:
         alike: Tokens that both begin with.
-        tokens: Those of the trained model's answer.
         gap: By how many nats the first other token is less likely than the trained model's, at least; 0 without one.
         moved: Of the tokens that are alike, the differences of log-probability where the server tells its own.
     """
@@ -57,11 +55,7 @@ class Comparison:
 
 
 class Comparer:
-    """Compares answers.
-
-    Args:
-        tolerance: The gap in nats up to which two tokens are equally likely.
-    """
+    """Compares answers. ``tolerance``: the gap in nats up to which two tokens are equally likely."""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, stops: Sequence[int], marks: ReasoningMarks, tolerance: float
@@ -184,59 +178,57 @@ class Fault:
 
 
 #: Messages and remedies by name. ``asked`` answers were compared, ``count`` of them show the fault.
-_FAULTS: Mapping[str, tuple[str, str]] = MappingProxyType(
-    {
-        "template": (
-            "the server writes conversations otherwise than in training{more}; {count} of {asked} answers differ",
-            "give it the chat_template.jinja that `ftcli export` writes: vLLM and SGLang take --chat-template FILE, "
-            "llama-server --jinja --chat-template-file FILE; for Ollama export `ollama`",
-        ),
-        "missing_bos": (
-            "the server leaves out the token that begins every text in training; {count} of {asked} answers differ",
-            "begin the server's template with it, or serve the export, whose tokenizer adds it "
-            "(GGUF: tokenizer.ggml.add_bos_token)",
-        ),
-        "doubled_bos": (
-            "the server begins every conversation with the beginning-of-text token twice; "
-            "{count} of {asked} answers differ",
-            "take it out of the server's template, or keep its tokenizer from adding it "
-            "(GGUF: tokenizer.ggml.add_bos_token)",
-        ),
-        "added_bos": (
-            "the server begins every conversation with a beginning-of-text token that training did not have; "
-            "{count} of {asked} answers differ",
-            "keep its tokenizer from adding it (GGUF: tokenizer.ggml.add_bos_token), or serve the export",
-        ),
-        "stop": (
-            "{count} of {asked} answers go on after the token that ended them in training",
-            "tell the server the stop tokens of training: eos_token_id in the export's generation_config.json for vLLM "
-            "and SGLang, the end-of-turn token in the GGUF file, PARAMETER stop in Ollama's Modelfile",
-        ),
-        "early_stop": (
-            "{count} of {asked} answers end where the trained model goes on",
-            "take stop strings out of the server's settings, and compare its eos_token_id with the export's",
-        ),
-        "adapter": (
-            "the server answers as the base model: the adapter is not loaded ({count} of {asked} answers)",
-            "vLLM: --enable-lora --lora-modules NAME=DIR, then --model NAME here; SGLang: --lora-paths NAME=DIR; "
-            "llama-server: --lora FILE; or serve the merged model",
-        ),
-        "numerics": (
-            "the server computes in another precision: {count} of {asked} answers have another token{more}",
-            "serve the dtype of training, or evaluate what is served (--tolerance allows more); the repeat penalty of "
-            "the server has to be 1",
-        ),
-        "weights": (
-            "the server answers as another model: {count} of {asked} answers differ{more}",
-            "serve the export of this run, and not another checkpoint; its repeat penalty has to be 1",
-        ),
-        "chat": (
-            "{count} of {asked} conversations are answered otherwise, though their tokens alone are not",
-            "the server's settings for chats differ: sampling defaults, penalties, a parser of reasoning or tools, "
-            "or a template of as many tokens",
-        ),
-    }
-)
+_FAULTS: Mapping[str, tuple[str, str]] = {
+    "template": (
+        "the server writes conversations otherwise than in training{more}; {count} of {asked} answers differ",
+        "give it the chat_template.jinja that `ftcli export` writes: vLLM and SGLang take --chat-template FILE, "
+        "llama-server --jinja --chat-template-file FILE; for Ollama export `ollama`",
+    ),
+    "missing_bos": (
+        "the server leaves out the token that begins every text in training; {count} of {asked} answers differ",
+        "begin the server's template with it, or serve the export, whose tokenizer adds it "
+        "(GGUF: tokenizer.ggml.add_bos_token)",
+    ),
+    "doubled_bos": (
+        "the server begins every conversation with the beginning-of-text token twice; "
+        "{count} of {asked} answers differ",
+        "take it out of the server's template, or keep its tokenizer from adding it "
+        "(GGUF: tokenizer.ggml.add_bos_token)",
+    ),
+    "added_bos": (
+        "the server begins every conversation with a beginning-of-text token that training did not have; "
+        "{count} of {asked} answers differ",
+        "keep its tokenizer from adding it (GGUF: tokenizer.ggml.add_bos_token), or serve the export",
+    ),
+    "stop": (
+        "{count} of {asked} answers go on after the token that ended them in training",
+        "tell the server the stop tokens of training: eos_token_id in the export's generation_config.json for vLLM "
+        "and SGLang, the end-of-turn token in the GGUF file, PARAMETER stop in Ollama's Modelfile",
+    ),
+    "early_stop": (
+        "{count} of {asked} answers end where the trained model goes on",
+        "take stop strings out of the server's settings, and compare its eos_token_id with the export's",
+    ),
+    "adapter": (
+        "the server answers as the base model: the adapter is not loaded ({count} of {asked} answers)",
+        "vLLM: --enable-lora --lora-modules NAME=DIR, then --model NAME here; SGLang: --lora-paths NAME=DIR; "
+        "llama-server: --lora FILE; or serve the merged model",
+    ),
+    "numerics": (
+        "the server computes in another precision: {count} of {asked} answers have another token{more}",
+        "serve the dtype of training, or evaluate what is served (--tolerance allows more); the repeat penalty of "
+        "the server has to be 1",
+    ),
+    "weights": (
+        "the server answers as another model: {count} of {asked} answers differ{more}",
+        "serve the export of this run, and not another checkpoint; its repeat penalty has to be 1",
+    ),
+    "chat": (
+        "{count} of {asked} conversations are answered otherwise, though their tokens alone are not",
+        "the server's settings for chats differ: sampling defaults, penalties, a parser of reasoning or tools, "
+        "or a template of as many tokens",
+    ),
+}
 
 
 def _fault(name: str, count: int, asked: int, more: str = "") -> Fault:
@@ -253,17 +245,9 @@ def _moved_text(found: ChannelResult) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """All that is known of a server.
-
-    Attributes:
-        own: The trained model's answers, one for each prompt.
-        chat: Served answers under the server's template; empty for prompts that are no conversations.
-        given: Served answers to the prompts as they are, token by token; empty where the server takes none.
-        prompts: The server's token ids of each conversation; empty where it does not tell.
-        bos: The token that begins a text, where the tokenizer has one.
-        answers: The trained model's answers to other prompts.
-        base: The base model's answers to the prompts at these places; None where there is no adapter.
-        limit: Most new tokens.
+    """All that is known of a server: the trained model's ``own`` answers; those under the server's template (``chat``)
+    and to the prompts token by token (``given``), empty where it gives none; its token ids of each conversation; how
+    the trained model answers other prompts, and the ``base`` model these (None without an adapter).
     """
 
     own: Sequence[GreedyAnswer]

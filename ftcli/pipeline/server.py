@@ -23,13 +23,9 @@ _TIMEOUT = 600.0
 
 @dataclass(frozen=True, slots=True)
 class ServedAnswer:
-    """An answer as the protocol gives it.
-
-    Attributes:
-        reasoning: What a parser of the server took out of the text; None where none did.
-        finish: ``finish_reason``, such as ``stop`` and ``length``.
-        prompt_tokens, tokens: Of the prompt and of the answer (``usage``); None where the server does not say.
-        log_probs: In nats, of the answer's tokens; empty where the server gives none.
+    """An answer as the protocol gives it, with what the server's parser took out as ``reasoning``, the
+    ``finish_reason``, counts of tokens, and the answer's log-probabilities in nats; None or empty where it does not
+    say.
     """
 
     text: str
@@ -54,13 +50,8 @@ class Refused(Exception):
 
 
 class Server:
-    """A server at an address, with ``/v1`` or without it.
-
-    Args:
-        key: Sent as a bearer token where there is one.
-
-    Raises:
-        FtcliError: FT790 (exit 2) for what is no address.
+    """A server at an address, with ``/v1`` or without it; ``key`` is sent as a bearer token. Raises FtcliError FT790
+    (exit 2) for what is no address.
     """
 
     def __init__(self, url: str, key: str | None = None) -> None:
@@ -81,9 +72,8 @@ class Server:
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), NoRedirect())
 
     def model_named(self, name: str | None) -> str:
-        """The model to ask: that which is named, or the only one.
-
-        Raises FtcliError FT790 as :meth:`chat`, FT791 (exit 2) where there is no such model, or several and none named.
+        """The model to ask: that which is named, or the only one. Raises FtcliError FT790 as :meth:`chat`, FT791 (exit
+        2) where there is no such model, or several and none named.
         """
         try:
             told = maps(self._ask(f"{self.url}/models").get("data"))
@@ -102,12 +92,9 @@ class Server:
         raise FtcliError.single("FT791", f"{self.url} {problem}; it has {listed}", origin=origin, help=help)
 
     def chat(self, model: str, messages: Sequence[Message], limit: int, switches: Switches) -> ServedAnswer:
-        """The greedy answer to a conversation under the server's template.
-
-        Raises:
-            Refused: The server refuses it.
-            FtcliError: FT790 (exit 2) where it cannot be reached or does not speak the protocol, FT791 (exit 2) where
-                it wants a key.
+        """The greedy answer to a conversation under the server's template. Raises Refused where the server refuses it;
+        FtcliError FT790 (exit 2) where it cannot be reached or does not speak the protocol, FT791 (exit 2) where it
+        wants a key.
         """
         body = {"model": model, "messages": list(messages), "max_tokens": limit, "temperature": 0}
         body |= {"chat_template_kwargs": dict(switches)} if switches else {}

@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ftcli.config.load import LoadedRecipe
-from ftcli.config.recipe import Recipe
 from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.pipeline.chatting import model_that_answers, use_template_of
 from ftcli.pipeline.server import Refused, ServedAnswer, Server
-from ftcli.pipeline.weights import checkpoint_of, refuse_training, result_of
+from ftcli.pipeline.weights import weights_of
 from ftcli.plain import LEFT_OUT
 from ftcli.preflight.stages import checked
 from ftcli.reporting import Session
@@ -38,11 +37,8 @@ class ServeOptions:
 
     Attributes:
         model: The server's name for it; None where it serves one alone.
-        prompts: Most prompts.
         max_new_tokens: None takes ``eval.generate.max_new_tokens``.
-        checkpoint: Of the run, a step or ``best``, in place of its result.
         tolerance: The gap in nats up to which two tokens are equally likely.
-        key: The server's.
     """
 
     url: str
@@ -66,14 +62,9 @@ class DifferentAnswer:
 
 @dataclass(frozen=True, slots=True)
 class ServeCheck:
-    """The answer of `ftcli serve-check`.
-
-    Attributes:
-        chat: How answers to conversations compare; None for prompts that are none, or where the server refuses them.
-        tokens: How completions of given token ids compare; None where the server takes none.
-        prompt_tokens: By how many tokens the server's conversations are longer, each; empty where it does not say.
-        faults: What differs; empty where the model is served as it was trained.
-        not_made: Comparisons that could not be made, and why.
+    """The answer of `ftcli serve-check`: how answers to conversations (``chat``) and completions of given ``tokens``
+    compare, None where the server takes none; by how many tokens its conversations are longer, each; what differs; and
+    what could not be compared, and why.
     """
 
     run: str
@@ -99,18 +90,18 @@ class ServeCheck:
 def check_server(loaded: LoadedRecipe, session: Session, run_dir: Path, options: ServeOptions) -> ServeCheck:
     """Asks both; each fault is told as FT793.
 
-    Raises:
-        FtcliError: FT790 and FT791 (exit 2) as :class:`Server`, before a weight is loaded; FT792 (exit 4) where no
-            prompt can be compared; FT725, FT735, FT749 and FT763 as `ftcli chat`; whatever preflight, rows and loading
-            raise.
+    Raises FtcliError FT790 and FT791 (exit 2) as :class:`Server`, before a weight is loaded; FT792 (exit 4) where no
+    prompt can be compared; FT725, FT735, FT749 and FT763 as `ftcli chat`; whatever preflight, rows and loading raise.
     """
     run = RunDirectory(run_dir)
-    refuse_training(loaded, run, "serve-check")
-    chosen = checkpoint_of(run, options.checkpoint, session.reporter)
-    weights = chosen or result_of(run, session.reporter)
+    chosen, weights = weights_of(loaded, run, options.checkpoint, session.reporter, "serve-check")
     server = Server(options.url, options.key)
     name = server.model_named(options.model)
-    report = checked(replace(loaded, recipe=_alone(loaded.recipe)), session, "chat")
+    # Prompts are never cut: a server would be asked something else.
+    data = loaded.recipe.data.model_copy(update={"overlong": "drop"})
+    held_out = loaded.recipe.eval.model_copy(update={"tasks": (), "lm_eval": ()})
+    recipe = loaded.recipe.model_copy(update={"data": data, "eval": held_out})
+    report = checked(replace(loaded, recipe=recipe), session, "chat")
     from ftcli.job import open_job
 
     job = open_job(report, session)
@@ -136,13 +127,6 @@ def check_server(loaded: LoadedRecipe, session: Session, run_dir: Path, options:
     for fault in result.faults:
         session.reporter.finding(Finding("FT793", f"{fault.name}: {fault.message}", help=fault.help))
     return result
-
-
-def _alone(recipe: Recipe) -> Recipe:
-    """The recipe whose prompts are never cut: a server would be asked something else."""
-    data = recipe.data.model_copy(update={"overlong": "drop"})
-    held_out = recipe.eval.model_copy(update={"tasks": (), "lm_eval": ()})
-    return recipe.model_copy(update={"data": data, "eval": held_out})
 
 
 def _prompts(job: Job, run: RunDirectory, most: int) -> list[RenderedPrompt]:
@@ -181,11 +165,7 @@ def _summed(found: Sequence[Comparison]) -> ChannelResult | None:
 
 
 class _Checking:
-    """Asks the trained model and the server the same.
-
-    Attributes:
-        not_made: Comparisons that could not be made, and why.
-    """
+    """Asks the trained model and the server the same. ``not_made``: comparisons that could not be made, and why."""
 
     def __init__(self, job: Job, server: Server, name: str, asked: Sequence[RenderedPrompt], limit: int) -> None:
         self.not_made: list[str] = []

@@ -44,13 +44,8 @@ _LONGEST_RUN_NAME = 100
 
 @dataclass(frozen=True, slots=True)
 class SweepRun:
-    """One run to be made.
-
-    Attributes:
-        combination: Its settings.
-        overrides: All of them, with its name and folder.
-        recipe: As they make it; the run is held to it.
-        command: ``train``, or the command of the recipe's own method.
+    """One run to be made: its combination, all overrides with its name and folder, the recipe as they make it, to which
+    it is held, and ``train`` or the command of its own method.
     """
 
     combination: Combination
@@ -76,13 +71,7 @@ Start = Callable[[SweepRun, str | None], Child]
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """The sweep to run.
-
-    Attributes:
-        recipe: The recipe's file.
-        folder: Where the runs go.
-        runs: In the order of the grid.
-    """
+    """The sweep to run: the recipe's file, where the runs go, and these in the order of the grid."""
 
     recipe: Path
     folder: Path
@@ -113,17 +102,14 @@ def plan_sweep(recipe: Path, grid: Sequence[Combination], output_dir: str | None
 
 def _planned(recipe: Path, combination: Combination, base: Recipe, folder: Path) -> SweepRun:
     path = folder / combination.name
-    named = {"run.name": _run_name(str(base.run.name), combination), "run.output_dir": str(path)}
+    # The run's name in trackers: the recipe's name and the settings, in the letters that a run's name may have.
+    settings = "".join(c if (c.isalnum() and c.isascii()) or c in "._-" else "-" for c in combination.name)
+    name = f"{str(base.run.name)[: _LONGEST_RUN_NAME // 2]}-{settings}"[:_LONGEST_RUN_NAME]
+    named = {"run.name": name, "run.output_dir": str(path)}
     ours = [Override(f"{key}={json.dumps(value, ensure_ascii=False)}", "ftcli sweep") for key, value in named.items()]
     overrides = (*combination.overrides, *ours)
     made = load_recipe(recipe, overrides).recipe
     return SweepRun(combination, path, overrides, made, methods.method_of(made, "check").command)
-
-
-def _run_name(name: str, combination: Combination) -> str:
-    """The run's name in trackers: the recipe's name and the settings, in the letters that a run's name may have."""
-    settings = "".join(c if (c.isalnum() and c.isascii()) or c in "._-" else "-" for c in combination.name)
-    return f"{name[: _LONGEST_RUN_NAME // 2]}-{settings}"[:_LONGEST_RUN_NAME]
 
 
 def sweep(plan: Sweep, session: Session, start: Start, devices: Sequence[str | None]) -> SweepResult:
@@ -257,12 +243,10 @@ _Checked = tuple[tuple[Finding, ...], ExitCode | None]
 
 
 def check_all(recipes: Sequence[LoadedRecipe], command: str, session: Session) -> None:
-    """Preflight of all recipes. Warnings and notes are told once, however many runs they are about.
+    """Preflight of all recipes, in a process of its own: asking a GPU what it is takes some of its memory until that
+    ends. Warnings and notes are told once.
 
-    It takes place in a process of its own: asking a GPU what it is takes some of its memory until the process ends.
-
-    Raises:
-        FtcliError: All errors, and with which run each of them comes; the exit status is that of the first.
+    Raises FtcliError with all errors, and with which run each of them comes; the exit status is that of the first.
     """
     answers = _in_a_process(recipes, command, session.offline)
     _require_held_out(recipes, command, session)
@@ -280,15 +264,12 @@ def _merged(recipes: Sequence[LoadedRecipe], found: Sequence[tuple[Finding, ...]
     for loaded, of_recipe in zip(recipes, found, strict=True):
         for finding in dict.fromkeys(of_recipe):
             runs.setdefault(finding, []).append(str(loaded.recipe.run.output_dir).rpartition("/")[2])
-    return [
-        finding if len(names) == len(recipes) else replace(finding, message=f"{finding.message} [{_few(names)}]")
-        for finding, names in runs.items()
-    ]
-
-
-def _few(names: Sequence[str]) -> str:
-    rest = len(names) - 1
-    return names[0] if not rest else f"{names[0]} and {rest} more"
+    merged = []
+    for finding, names in runs.items():
+        few = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+        everywhere = len(names) == len(recipes)
+        merged.append(finding if everywhere else replace(finding, message=f"{finding.message} [{few}]"))
+    return merged
 
 
 def _require_held_out(recipes: Sequence[LoadedRecipe], command: str, session: Session) -> None:
@@ -375,16 +356,12 @@ class SweepResult:
         return next((code if code > 0 else 1 for code in codes), 0)
 
 
-def _mean_score(run: RunSummary) -> float | None:
-    return sum(run.tasks.values()) / len(run.tasks) if run.tasks else None
-
-
 #: Measures that runs are compared by, each with 1 if more is better, else -1. The first that all completed runs have
 #: decides. Losses of pairs are no measure: they depend on beta and on the loss.
 _MEASURES: Mapping[str, tuple[Callable[[RunSummary], float | None], int]] = {
     "share of held-out pairs in the right order": (lambda run: run.preferred, 1),
     "held-out loss": (lambda run: run.eval_loss, -1),
-    "mean score of the tasks": (_mean_score, 1),
+    "mean score of the tasks": (lambda run: sum(run.tasks.values()) / len(run.tasks) if run.tasks else None, 1),
     "reward in training": (lambda run: run.reward, 1),
 }
 
@@ -416,11 +393,13 @@ def _best(complete: Sequence[tuple[SweptRun, RunSummary]]) -> tuple[JsonObject |
     else:
         return None, ["not all runs have held-out results, so none is named the best: name held-out rows in data.eval"]
     value = max(values, key=lambda each: sign * each)
-    best = complete[values.index(value)][0]
+    best, counts = complete[values.index(value)][0], {summary.eval_tokens for _, summary in complete} - {None}
     equal = values.count(value) - 1
     remarks = [f"{equal} more came to the same {metric}: the first is named"] if equal else _at_an_edge(best, complete)
     named = {"name": best.name, "path": best.path, "settings": best.settings, "metric": metric, "value": value}
-    return named, [*remarks, *_other_tokens(complete)]
+    if len(counts) > 1:
+        remarks.append("the runs were measured on different held-out tokens: their losses are not quite comparable")
+    return named, remarks
 
 
 def _at_an_edge(best: SweptRun, complete: Sequence[tuple[SweptRun, RunSummary]]) -> list[str]:
@@ -433,10 +412,3 @@ def _at_an_edge(best: SweptRun, complete: Sequence[tuple[SweptRun, RunSummary]])
             side = "largest" if value == max(numbers) else "smallest"
             remarks.append(f"the best {key} is the {side} that was tried: the optimum may lie beyond it")
     return remarks
-
-
-def _other_tokens(complete: Sequence[tuple[SweptRun, RunSummary]]) -> list[str]:
-    counts = {summary.eval_tokens for _, summary in complete} - {None}
-    if len(counts) < 2:
-        return []
-    return ["the runs were measured on different held-out tokens: their losses are not quite comparable"]

@@ -21,16 +21,23 @@ from ftcli.train.evaluation import BestEvaluation
 BEST = "best"
 
 
+def weights_of(
+    loaded: LoadedRecipe, run: RunDirectory | None, name: str | None, reporter: Reporter, act: str
+) -> tuple[Path | None, Path | None]:
+    """The run's checkpoint of this name, if one is taken, and the folder of its weights; nothing without a run. Raises
+    FtcliError as :func:`refuse_training`, :func:`checkpoint_of` and :func:`result_of`.
+    """
+    if run is None:
+        return None, None
+    refuse_training(loaded, run, act)
+    chosen = checkpoint_of(run, name, reporter)
+    return chosen, chosen or result_of(run, reporter)
+
+
 def checkpoint_of(run: RunDirectory, name: str | None, reporter: Reporter) -> Path | None:
-    """The checkpoint that ``--checkpoint NAME`` means; None for the run's result.
-
-    The result is the best when the evaluation at the end of training was: no checkpoint is written of it.
-
-    Args:
-        name: A step, ``best``, or None.
-
-    Raises:
-        FtcliError: FT725 (exit 2) when there is no such checkpoint.
+    """The checkpoint that ``--checkpoint NAME`` means, a step or ``best``; None for the run's result, which is the best
+    when the evaluation at the end of training was: no checkpoint is written of it. Raises FtcliError FT725 (exit 2)
+    when there is none.
     """
     if name is None:
         return None
@@ -92,19 +99,14 @@ def refuse_training(loaded: LoadedRecipe, run: RunDirectory, act: str) -> None:
 
 def refuse_settings(loaded: LoadedRecipe, changes: Sequence[ChangedKey], act: str) -> None:
     """Raises FtcliError FT749 (exit 2) for those of ``changes`` that ``--set`` makes: they would have no effect.
-
-    Args:
-        act: What cannot change them, with its article.
+    ``act``: what cannot change them, with its article.
     """
-    refused = [change for change in changes if _is_set(loaded, change)]
-    if refused:
-        help = f"{act} uses what was trained, by the recipe of the run: train again with it, or leave it out"
-        found = [
-            Finding("FT749", f"{act} cannot change {change}", loaded.origins.at(change.key), help) for change in refused
-        ]
+    help = f"{act} uses what was trained, by the recipe of the run: train again with it, or leave it out"
+    places = [(change, loaded.origins.at(change.key)) for change in changes]
+    found = [
+        Finding("FT749", f"{act} cannot change {change}", origin, help)
+        for change, origin in places
+        if origin is not None and origin.source.startswith("--set")
+    ]
+    if found:
         raise FtcliError(found, ExitCode.RECIPE)
-
-
-def _is_set(loaded: LoadedRecipe, change: ChangedKey) -> bool:
-    origin = loaded.origins.at(change.key)
-    return origin is not None and origin.source.startswith("--set")

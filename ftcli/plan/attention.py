@@ -31,11 +31,8 @@ class AttentionCall:
 
     Attributes:
         dtype: Dtype of the products, by torch's name: autocast's, or that of the inputs.
-        softcap: Cap on the scores; 0 for none.
         windowed: There is a sliding window, and it is shorter than the sequence.
-        mask: What the mask is made of.
         decoding: Each row has one query, against cached keys.
-        dropout: Some probabilities are dropped.
         sinks: The softmax counts a learned score a head besides those of the keys.
     """
 
@@ -60,13 +57,8 @@ class AttentionChoice:
 def choose_attention(
     gpu: Gpu, call: AttentionCall, kernels: Kernels = "auto", *, interpreted: bool = False
 ) -> AttentionChoice:
-    """The backend of one attention call.
-
-    Args:
-        interpreted: Triton's interpreter can run the kernels on a CPU, if ``kernels`` insists on them.
-
-    Raises:
-        ValueError: ``kernels="triton"`` on a machine that cannot run them.
+    """The backend of one attention call. ``interpreted``: triton's interpreter can run the kernels on a CPU, if
+    ``kernels`` insists on them. Raises ValueError: ``kernels="triton"`` on a machine that cannot run them.
     """
     refusal = _why_no_kernel(gpu, call, kernels, interpreted=interpreted)
     plain = call.mask == "plain" and not call.decoding

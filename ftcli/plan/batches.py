@@ -51,10 +51,8 @@ def unpadded_shape(lengths: Sequence[int]) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class Batches:
-    """The layout of micro-batches, and the reason as one clause.
-
-    Attributes:
-        shares_prompts: What both rows of a pair begin with is computed once: all pairs are documents of a single row.
+    """The layout of micro-batches, and the reason as one clause. ``shares_prompts``: what both rows of a pair begin
+    with is computed once: all pairs are documents of a single row.
     """
 
     layout: Layout
@@ -77,14 +75,9 @@ class Batches:
 def choose_batches(
     wanted: PaddingFree, *, takes_rows: str | None, masked_densely: str | None, shares_prompts: bool = False
 ) -> Batches:
-    """The layout of a run.
-
-    Args:
-        wanted: The recipe's ``data.padding_free``.
-        takes_rows: Why the method's trainer takes nothing but padded rows; None where it takes either.
-        masked_densely: Why attention keeps documents apart by a mask over all pairs of tokens, or not at all; None
-            where kernels skip what lies in other documents.
-        shares_prompts: Rows are pairs, of which both may lie in one document: where kernels skip what lies between.
+    """The layout of a run with ``data.padding_free: wanted``. ``takes_rows``: why the method's trainer takes nothing
+    but padded rows; ``masked_densely``: why attention keeps documents apart by a mask over all pairs of tokens, or not
+    at all; both None where that is not so. ``shares_prompts``: rows are pairs that may lie in one document.
     """
     if takes_rows is not None:
         return Batches("padded", takes_rows)

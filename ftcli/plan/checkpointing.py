@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 
 from ftcli.config.recipe import Recipe
 from ftcli.config.training import CheckpointingSetting
@@ -45,12 +44,8 @@ _CLOSE = 0.01
 
 @dataclass(frozen=True, slots=True)
 class TriedPolicy:
-    """A policy that was tried, and what training needs under it in bytes.
-
-    Attributes:
-        level: Whether that fits the device.
-        host_has_room: None where nothing is pinned, and where the host is not known.
-        offloaded: What of each layer is pinned on the host.
+    """A policy that was tried, what training needs under it, and whether that fits. ``host_has_room`` is None where
+    nothing is pinned, and where the host is not known; ``offloaded``: what of each layer is pinned there.
     """
 
     policy: PolicyName
@@ -69,9 +64,8 @@ class TriedPolicy:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointingChoice:
-    """The policy that a run uses, how many layers are left out of it, and the reason in one line.
-
-    ``tried`` is empty where there was nothing to choose.
+    """The policy that a run uses, how many layers are left out of it, and the reason in one line; ``tried`` is empty
+    where there was nothing to choose.
     """
 
     requested: CheckpointingSetting
@@ -118,7 +112,7 @@ def choose_checkpointing(plan: RunPlan) -> CheckpointingChoice:
 
 
 #: A run without graphs.
-_WITHOUT = MappingProxyType({"train.cuda_graphs": False})
+_WITHOUT = {"train.cuda_graphs": False}
 
 
 def with_graphs_that_fit(plan: RunPlan) -> RunPlan:

@@ -19,10 +19,9 @@ _SMALL_FILES = 32 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class DiskEstimate:
-    """Bytes on disk: one checkpoint, how many stand there at most, and the result.
-
-    A new checkpoint is complete before the oldest is removed, so for a while there is one more than
-    ``checkpoint.keep_last``. ``free_bytes`` is None where nobody looked.
+    """Bytes on disk: one checkpoint, how many stand there at most, and the result. A new checkpoint is complete before
+    the oldest is removed, so there is one more than ``checkpoint.keep_last``. ``free_bytes`` is None where nobody
+    looked.
     """
 
     checkpoint_bytes: int
@@ -42,11 +41,8 @@ class DiskEstimate:
 def estimate_disk(
     recipe: Recipe, trained: TrainedParameters, others: int, *, free_bytes: int | None, element_bytes: int = 4
 ) -> DiskEstimate:
-    """Estimates the bytes that training writes.
-
-    Args:
-        others: Parameters that are not trained, which a full result holds as well.
-        element_bytes: Of one trained parameter, in the dtype that it is held in.
+    """Estimates the bytes that training writes. ``others``: parameters that are not trained, which a full result holds
+    as well; ``element_bytes``: of one trained parameter.
     """
     weights = element_bytes * (trained.elements + (others if recipe.lora is None else 0))
     # Without periodic checkpoints one is written when the run is interrupted.
@@ -93,10 +89,8 @@ def why_no_folder(path: Path) -> str | None:
 
 
 def why_not_writable(folder: Path) -> str | None:
-    """The reason why nothing can be written into an existing folder, or None.
-
-    Tries it with a temporary file. Permission bits would not tell: they know nothing of read-only and full disks, nor
-    of the superuser.
+    """The reason why nothing can be written into an existing folder, or None. Tried with a temporary file: permission
+    bits know nothing of read-only and full disks, nor of the superuser.
     """
     try:
         with tempfile.TemporaryFile(dir=folder) as file:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Literal
 
 from ftkernels.limits import (
@@ -44,9 +43,12 @@ DORA = "DoRA scales the merged weight, which is never formed on the kernels"
 TRAINED_WHOLE = "a linear layer that lora.modules_to_save names is trained whole, beside the frozen one"
 
 #: transformers' names of the activations that the gated unit's kernels have, and the kernels' own.
-ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
-    {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
-)
+ACTIVATIONS: Mapping[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu": "gelu",
+}
 
 #: Time of a training step on transformers' own layers with PEFT, relative to the kernels': Llama-3.1-8B, LoRA of rank
 #: 16, 2 x 4096 tokens on an H200 (docs/performance.md). Other dense families are near it; it is no bound for others.
@@ -60,10 +62,8 @@ Work = Literal["train", "eval", "export"]
 
 @dataclass(frozen=True, slots=True)
 class LayerChoice:
-    """The code that computes the decoder layers, and why.
-
-    Attributes:
-        activation: The kernels' name of the MLP's activation; None where they compute nothing.
+    """The code that computes the decoder layers, and why. ``activation``: the kernels' name of the MLP's activation;
+    None where they compute nothing.
     """
 
     code: LayerCode
@@ -80,14 +80,9 @@ def choose_layers(
     device: str,
     gpu: Gpu | None,
 ) -> LayerChoice:
-    """Chooses the code that computes the layers of a model.
-
-    Args:
-        shape: None where ftcli does not know how the model is built.
-        activation: transformers' name of the MLP's activation; None where it is not known.
-        kernels: The recipe's ``model.kernels``. ``triton`` allows no exception; enforcing that is left to the caller.
-        device: The device's name, for the reason.
-        gpu: None where it is not a CUDA GPU.
+    """Chooses the code that computes the layers of a model. ``shape`` and ``activation`` (transformers' name) are None
+    where they are not known, ``gpu`` where there is no CUDA GPU; ``device`` is named in the reason. ``kernels: triton``
+    allows no exception; enforcing that is left to the caller.
     """
     if kernels == "off":
         return LayerChoice("transformers", "model.kernels: off")
@@ -145,9 +140,8 @@ def _why_no_triton(gpu: Gpu | None) -> str | None:
 
 
 def own_attention(model: ModelConfig, *, beyond_sdpa: bool) -> str:
-    """transformers' name of the attention that its own layers take.
-
-    SDPA neither caps scores nor has sinks, so a model that does or has gets the exact eager form under ``auto``.
+    """transformers' name of the attention that its own layers take. SDPA neither caps scores nor has sinks, so a model
+    that does or has gets the exact eager form under ``auto``.
     """
     if model.attention != "auto":
         return model.attention
@@ -159,13 +153,10 @@ class Execution:
     """The way in which the layers of a run are computed.
 
     Attributes:
-        layers: What computes them.
-        attention: The attention backend, in words for people.
         dense: The backend of causal calls over whole sequences.
         masked: The backend of calls with a window in force or with packed documents.
         sends_attention: Some calls of this run take our attention kernel, whose output ``offload`` sends to the host.
         drops: Training drops probabilities of attention, which our attention kernel cannot.
-        batches: How the rows of a micro-batch are laid out.
     """
 
     layers: LayerChoice
@@ -184,10 +175,8 @@ class Execution:
 
 @dataclass(frozen=True, slots=True)
 class ExecutionPart:
-    """One line of `ftcli check`'s table: ``part`` of the model, what ``runs`` there, and the ``reason``.
-
-    ``runs`` is an attention backend, ``triton``, ``torch``, ``transformers``, how stored weights are multiplied, or how
-    batches are laid out.
+    """One line of `ftcli check`'s table: the ``part`` of the model, what ``runs`` there (an attention backend,
+    ``triton``, ``torch``, a layout of batches …), and the ``reason``.
     """
 
     part: str
@@ -221,10 +210,8 @@ OWN_ATTENTION = "transformers' own attention can only keep documents apart by a 
 
 
 def _batches(recipe: Recipe, facts: ModelFacts, masked: AttentionChoice, layers: LayerChoice, *, work: Work) -> Batches:
-    """Chooses the layout of micro-batches, of training or, if nothing is trained, of evaluation.
-
-    Args:
-        masked: What our attention takes for calls with several documents.
+    """Chooses the layout of micro-batches, of training or, if nothing is trained, of evaluation. ``masked``: the
+    attention backend of calls with several documents.
     """
     densely: str | None = OWN_ATTENTION
     if layers.code != "transformers":
@@ -481,10 +468,7 @@ def most_graph_tokens(recipe: Recipe, facts: ModelFacts) -> int | None:
 
 def why_no_graphs(recipe: Recipe, facts: ModelFacts, execution: Execution, *, tokens: int) -> str | None:
     """The reason why a training run does without graphs, as one clause; None if its small micro-batches have them.
-
-    Args:
-        execution: How its layers are computed.
-        tokens: Tokens of a micro-batch at its largest.
+    ``tokens``: those of a micro-batch at its largest.
     """
     train, lora = recipe.train, recipe.lora
     if execution.layers.code != "fused":
@@ -511,9 +495,7 @@ def why_no_graphs(recipe: Recipe, facts: ModelFacts, execution: Execution, *, to
 
 
 def graphs_part(reason: str | None, tokens: int) -> ExecutionPart:
-    """The line of `ftcli check` about how kernels are launched, from what :func:`why_no_graphs` said, and from the most
-    tokens that a graph takes.
-    """
+    """The line of `ftcli check` about how kernels are launched: why one by one, or up to how many tokens as graphs."""
     if reason is None:
         return ExecutionPart(
             "launches", "cuda graphs", f"the host is slower than the GPU with up to {tokens:,} tokens at a time"

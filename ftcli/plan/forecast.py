@@ -12,9 +12,8 @@ from ftcli.tables import speeds
 
 @dataclass(frozen=True, slots=True)
 class TokenCounts:
-    """Tokens of a recipe's rows: of an epoch of training, its rows or packs, and of the held-out rows.
-
-    ``exact``: all rows were looked at; else they are reckoned from the size of files.
+    """Tokens of a recipe's rows: of an epoch of training, its rows or packs, and of the held-out rows; not ``exact``
+    where they are reckoned from the size of files.
     """
 
     tokens: float
@@ -25,10 +24,7 @@ class TokenCounts:
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """Tokens per second of all processes together, and how far the truth may lie off, as a share.
-
-    ``measured_on``: devices on which steps of such models were measured.
-    """
+    """Tokens per second of all processes together, within a share, as ``measured_on`` these devices."""
 
     tokens_per_second: float
     within: float
@@ -42,7 +38,6 @@ class Forecast:
     Attributes:
         tokens: Tokens that are trained on, in ``steps`` optimizer steps.
         within: How far seconds and cost may lie off, as a share.
-        cost: ``price`` an hour for each GPU.
     """
 
     steps: int
@@ -104,11 +99,7 @@ def speed_of(plan: RunPlan, tokens_at_once: float) -> Speed:
 
 
 def forecast(plan: RunPlan, counted: TokenCounts, price: float) -> Forecast:
-    """How long a run over these rows takes. Only where :func:`why_unknown` is None.
-
-    Args:
-        price: Of a GPU for an hour.
-    """
+    """How long a run over these rows takes, at ``price`` for a GPU and hour. Only where :func:`why_unknown` is None."""
     recipe, train = plan.recipe, plan.recipe.train
     rows, mean = counted.rows, counted.tokens / max(counted.rows, 1)
     if recipe.data.packing:

@@ -28,14 +28,9 @@ class Question:
 
     Attributes:
         config: The content of config.json, as JSON.
-        lora: The section as JSON; None under full fine-tuning.
         classifier: The model has a score in place of its head.
         longest: Tokens of the longest row.
-        window: The sliding window, if the model has one.
         documents: Documents of one row are kept apart by a mask.
-        stores: Linear layers are quantized.
-        trains: There is a backward pass.
-        parts: What of a model that sees is trained.
     """
 
     config: str
@@ -74,7 +69,6 @@ class LayerKind:
     """Decoder layers that are built alike, and the bytes that one of them holds.
 
     Attributes:
-        count: How many there are.
         elements: Parameters of one, without adapters.
         kept: From its forward pass to its backward pass, what it hands on included.
         handed: What it hands on, and what autocast keeps of it where nothing else is kept.
@@ -92,11 +86,8 @@ class LayerKind:
 
 @dataclass(frozen=True, slots=True)
 class Activations:
-    """Bytes of a forward and a backward pass.
-
-    Attributes:
-        entry: What stands before the layers: the embedding's output, masks, cosines and sines.
-        last: What stands behind them, the backbone's output included.
+    """Bytes of a forward and a backward pass: of each kind of layer, of what stands before the layers (``entry``: the
+    embedding's output, masks, cosines and sines) and behind them (``last``, with the backbone's output).
     """
 
     kinds: tuple[LayerKind, ...]
@@ -106,18 +97,12 @@ class Activations:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredModel:
-    """A model without a description. Counts are elements.
+    """A model without a description; counts are elements. ``other_parameters``: beside the language model;
+    ``outer_elements``: of the language model outside of its layers; ``packed``: linear layers that a quantization
+    stores, and how many there are of each shape; ``recurrent``: a module that carries a state from token to token.
 
-    Attributes:
-        other_parameters: Those of other parts than the language model.
-        outer_elements: Those of the language model outside of its decoder layers.
-        largest_layer: Those of its largest decoder layer.
-        largest_tensor: Those of the largest of its tensors.
-        packed: The linear layers that a quantization stores, and how many there are of each shape.
-        attention: What its layers take.
-        recurrent: Its module that carries a state from token to token; None where none was found.
-        adapters: None under full fine-tuning.
-        activations: None where transformers' code does not run without memory: ``unknown`` says why.
+    ``adapters`` is None under full fine-tuning, ``activations`` where transformers' code does not run without memory:
+    ``unknown`` says why.
     """
 
     hidden_size: int
@@ -160,12 +145,8 @@ class TowerBytes:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredTower:
-    """A vision tower and projector of which something is trained.
-
-    Attributes:
-        trained: Their weights, or adapters, that are.
-        whole: Bytes where layers keep everything.
-        again: Where they are checkpointed.
+    """A vision tower and projector of which something is ``trained``, and its bytes where layers keep everything
+    (``whole``) and where they are checkpointed (``again``).
     """
 
     trained: TrainedParameters
@@ -180,12 +161,9 @@ def measured_tower(question: Question) -> MeasuredTower:
 
 
 def measured_model(question: Question) -> MeasuredModel:
-    """Measures a model.
-
-    Raises:
-        FtcliError: FT305 (exit 3) where no model can be built of its config.json; FT311 to FT314, FT333 and FT338 for
-            adapters that it cannot have; FT336 where it has nothing to quantize; FT337 for an attention that it does
-            not have.
+    """Measures a model. Raises FtcliError FT305 (exit 3) where none can be built of its config.json; FT311 to FT314,
+    FT333 and FT338 for adapters that it cannot have; FT336 with nothing to quantize; FT337 for an attention that it
+    does not have.
     """
     found: MeasuredModel = code_of(MEASURED_BY)(question)
     return found

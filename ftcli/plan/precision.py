@@ -19,11 +19,8 @@ class DtypePlan:
     """Dtypes by torch's names.
 
     Attributes:
-        parameter: Of the base model.
         adapter: Of LoRA's matrices; None for full fine-tuning.
-        compute: Of the matrix products.
         autocast: Whether products are cast to ``compute``.
-        reason: Why this compute dtype, as one clause for people.
         reduction: Of sums over rows: norms, softmax, the loss.
         gradient, optimizer: Of what is trained.
         rounding: How updates, which are computed in float32, are rounded to parameters in bfloat16; None where what is

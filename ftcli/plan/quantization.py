@@ -85,11 +85,8 @@ def elements_beside(quantization: QuantizationConfig, shape: ModelShape) -> int:
 def layers_with_room(
     quantization: QuantizationConfig, shape: ModelShape, parameter_bytes: int, needed: int, available: int | None
 ) -> int:
-    """Number of decoder layers that ``keep_dequantized: auto`` keeps dequantized.
-
-    Args:
-        needed: Bytes that the run needs when it keeps no layer dequantized.
-        available: Bytes that the device has; None when that is not known, which gives 0 layers.
+    """Number of decoder layers that ``keep_dequantized: auto`` keeps dequantized, in a run that ``needs`` so much
+    without any; 0 where what is ``available`` is not known.
     """
     if available is None:
         return 0
@@ -134,9 +131,8 @@ def input_norm_elements(linear: Linear, quantization: QuantizationConfig) -> int
 
 
 def why_dequantized(quantization: QuantizationConfig, dtypes: DtypePlan, device: DeviceFacts) -> str | None:
-    """The reason why the stored weights are dequantized for each product, as one clause.
-
-    None where they are multiplied as they are stored, and where nothing is quantized.
+    """The reason why the stored weights are dequantized for each product, as one clause; None where they are not, or
+    nothing is quantized.
     """
     method = quantizations.row(quantization.method)
     if method.stored_bytes is None:
@@ -214,9 +210,8 @@ def stores_nf4(config: JsonMap) -> bool:
 
 
 def stores_ternary(config: JsonMap) -> bool:
-    """True if a config.json says that linear layers are stored as ternary values, as transformers' `bitnet` packs them.
-
-    What it calls online is a checkpoint of master weights.
+    """True if a config.json says that linear layers are stored as ternary values, as transformers' `bitnet` packs them
+    (what it calls online is a checkpoint of master weights).
     """
     return _ternary_mode(config) == "offline"
 

@@ -18,9 +18,8 @@ _BLOCKS: Mapping[str, Block] = {"tensor": (None, None), "channel": (1, None)}
 
 
 def released_form(config: JsonMap) -> tuple[ReleasedForm, str] | None:
-    """The form that a config.json says its weights are stored in, and that in words.
-
-    None for weights in full precision, and for forms without an exact reading.
+    """The form that a config.json says its weights are stored in, and that in words; None for weights in full
+    precision, and for forms without an exact reading.
     """
     form = TABLE.get(str(_stated(config).get("quant_method")))
     if form is None:
@@ -38,9 +37,8 @@ def mxfp4(config: JsonMap) -> str | None:
 
 
 def fp8(config: JsonMap) -> str | None:
-    """Matrices in eight bits with a scale for each block, or for the whole: Qwen's, DeepSeek's and Mistral's files.
-
-    Not those that hold other matrices in four bits (``expert_dtype``).
+    """Matrices in eight bits with a scale for each block, or for the whole (Qwen's, DeepSeek's, Mistral's files); not
+    those that hold other matrices in four bits (``expert_dtype``).
     """
     if _stated(config).get("expert_dtype", "fp8") != "fp8":
         return None
@@ -48,9 +46,8 @@ def fp8(config: JsonMap) -> str | None:
 
 
 def compressed_fp8(config: JsonMap) -> str | None:
-    """The same in the layout of compressed-tensors, as vLLM's tools and ``export.formats: [fp8]`` write it.
-
-    Not where weights are rotated, sparse, or have other types, and where groups of layers differ.
+    """The same in the layout of compressed-tensors, as vLLM's tools and ``export.formats: [fp8]`` write it; not
+    rotated, sparse or of other types, nor where groups of layers differ.
     """
     stated = _stated(config)
     sparsity = stated.get("sparsity_config")

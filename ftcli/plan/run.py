@@ -45,13 +45,9 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class MethodMemory:
-    """A training method's decisions about the memory of a step.
-
-    Attributes:
-        seq_len: Longest row in tokens.
-        loss_bytes: Workspace of its loss; None where it is that of ``ftkernels.linear_cross_entropy``.
-        reference_bytes: A second model that the trained one is compared with.
-        generation: The batch that it generates between steps; None where nothing is generated.
+    """A training method's decisions about the memory of a step: its longest row in tokens, the workspace of its loss
+    (None: that of ``ftkernels.linear_cross_entropy``), a second model that the trained one is compared with, and the
+    batch that it generates between steps.
     """
 
     seq_len: int
@@ -78,17 +74,11 @@ class OtherModel:
 
 @dataclass(frozen=True)
 class RunPlan:
-    """The plan of a run. The recipe must name a checkpointing policy, not ``auto``.
+    """The plan of a run. The recipe must name a checkpointing policy, not ``auto``; ``device`` has no more memory than
+    the run may use, and there are ``hosts`` like it.
 
-    Attributes:
-        device: The machine, with no more memory than the run may use.
-        work: What is done with the model. Evaluation and export have no backward pass.
-        method: How the recipe trains.
-        hosts: Machines that its processes are on, as many on each.
-        graphs_fit: Whether there is memory for CUDA graphs.
-        other: Another model that the method asks.
-        prompt_tokens: Tokens that the rows of each pair at least have in common, where they are known before any row.
-        sees: Whether its first rows have images.
+    ``prompt_tokens`` are those that the rows of each pair at least have in common; ``other`` is another model that the
+    method asks; ``sees``: the first rows have images.
     """
 
     recipe: Recipe
@@ -335,9 +325,8 @@ class RunPlan:
         return lora is None or HEAD in lora.modules_to_save
 
     def setting(self, seq_len: int, *, padded: bool) -> ActivationSettings:
-        """Arguments of the activation terms. ``padded``: rows of a batch may differ in length.
-
-        Where layers differ in their adapters, each counts as one that has all of them, with the largest rank.
+        """Arguments of the activation terms. ``padded``: rows of a batch may differ in length. Where layers differ in
+        their adapters, each counts as one that has all of them, with the largest rank.
         """
         lora = self.recipe.lora
         return ActivationSettings(
@@ -380,10 +369,7 @@ class RunPlan:
         return replace(self, recipe=recipe)
 
     def under(self, name: PolicyName, uncheckpointed: int | None = None) -> RunPlan:
-        """The same setup under a checkpointing policy.
-
-        ``uncheckpointed`` layers are left out of it; None leaves their number as it is in the recipe.
-        """
+        """The same setup under a checkpointing policy; None leaves the number of ``uncheckpointed`` layers as it is."""
         left_out = {} if uncheckpointed is None else {"train.uncheckpointed_layers": uncheckpointed}
         return self.changed({"train.gradient_checkpointing": name, **left_out})
 

@@ -74,9 +74,7 @@ class OptimizerState:
 @dataclass(frozen=True, slots=True)
 class PlannedAdapters:
     """Number of layers of each name with adapters, the layers that cannot have any, and the number of trained
-    parameters.
-
-    ``parameters`` is None where PEFT itself turns names into stacks of experts.
+    parameters (None where PEFT itself turns names into stacks of experts).
     """
 
     layers: Mapping[str, int]
@@ -133,9 +131,8 @@ def adds_router_loss(recipe: Recipe, facts: ModelFacts) -> bool:
 
 
 def trained_parameters(recipe: Recipe, shape: ModelShape) -> TrainedParameters:
-    """Parameters that the recipe trains: all of the language model, or adapters and ``modules_to_save``.
-
-    A reward model has its score beside them, and its head is not trained.
+    """Parameters that the recipe trains: all of the language model, or adapters and ``modules_to_save``; of a reward
+    model its score, and no head.
     """
     scores = methods.row(recipe.train.method).classifier
     score = [TrainedMatrices(1, shape.hidden_size, 1, "vector")] if scores else []

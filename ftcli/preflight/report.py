@@ -26,16 +26,9 @@ STAGES = ("file", "schema", "cross-field", "model facts", "data sample", "machin
 
 @dataclass(frozen=True, slots=True)
 class PreflightReport:
-    """The result of preflight.
-
-    Attributes:
-        setup: The recipe as it runs, with the policy of ``checkpointing`` in place of `auto`, and what is known of
-            its model. Everything after preflight works with this recipe.
-        device: The machine. ``plan`` has the same one, limited to the memory that the run plans with.
-        parts: What runs on each part of the model, and why.
-        memory, verdict, disk, host: None where no estimate could be made; ``not_made`` then says why.
-        findings: Warnings and notes: errors are raised.
-        asked: Another model, which the method asks before the trained one is loaded.
+    """The result of preflight, without errors, which are raised. ``plan`` has the policy of ``checkpointing`` in place
+    of `auto`, and ``device`` limited to the memory that the run plans with: everything after works with it. Estimates
+    are None where ``not_made`` says why; ``asked`` is another model, which the method asks before.
     """
 
     plan: RunPlan

@@ -64,18 +64,12 @@ def preflight(
     prompt_tokens: int = 0,
     session: Session | None = None,
 ) -> PreflightReport:
-    """All checks for ``command`` on a loaded recipe.
+    """All checks for ``command`` on a loaded recipe, for ``device`` or, with None, this machine (which imports torch),
+    and ``hosts`` machines like it, as many processes on each.
 
-    Args:
-        device: The device to answer for; None looks at this machine, which imports torch.
-        hosts: Machines like it that the processes are on, as many on each.
-        offline: Use no network. Checks that would need it are reported as not made.
-        prompt_tokens: As in :class:`RunPlan`.
-        session: Whose cache remote data is fetched into; None: nothing is fetched.
-
-    Raises:
-        FtcliError: All errors of the first stage that has one, with the warnings and notes up to there. Exit 2 for
-            cross-field rules, 4 for data, 3 for everything else.
+    Remote data is fetched into the cache of ``session``; without one it is not. Checks that ``offline`` forbids are
+    reported as not made. Raises FtcliError with all errors of the first stage that has one, with the warnings and notes
+    up to there: exit 2 for cross-field rules, 4 for data, 3 for everything else.
     """
     context = Context(loaded.recipe, loaded.origins, command)
     found = _Stages()

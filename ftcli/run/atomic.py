@@ -70,9 +70,9 @@ def storage_errors(path: Path) -> Iterator[None]:
 def write_failure(error: Exception, folder: Path) -> OSError | None:
     """The failed write behind an exception that was raised while files were written into ``folder``; None: none failed.
 
-    torch, safetensors and numpy report a full disk in errors of their own. The text of safetensors has the number of
-    the system's error. Those of the others do not, so one more write is tried, and the system's answer to it decides.
-    ``folder`` is of no use afterwards.
+    torch, safetensors and numpy report a full disk in errors of their own. safetensors' text has the number of the
+    system's error; for the others one more write is tried, and the system's answer decides. ``folder`` is of no use
+    afterwards.
     """
     if isinstance(error, OSError) and error.errno is not None:
         return error
@@ -135,11 +135,8 @@ def fsync_tree(root: Path) -> None:
 
 
 def write_bytes(path: Path, data: bytes) -> None:
-    """Replace the content of ``path`` atomically.
-
-    Raises:
-        OSError: the content could not be written, or ``path`` is a device, a pipe, a socket or a folder; it is then
-            unchanged.
+    """Replace the content of ``path`` atomically. Raises OSError, with the content unchanged, where that fails or
+    ``path`` is a device, a pipe, a socket or a folder.
     """
     with contextlib.suppress(FileNotFoundError):
         mode = path.lstat().st_mode
@@ -171,9 +168,8 @@ def _written_aside(path: Path, data: bytes, mode: int | None = None) -> Iterator
 
 
 def _aside(path: Path) -> Path:
-    """Path that the content of ``path`` is written to first.
-
-    What a killed process of this number has left there is removed, and so is a link, which would lead elsewhere.
+    """Path that the content of ``path`` is written to first. What a killed process of this number has left there is
+    removed, and so is a link, which would lead elsewhere.
     """
     aside = path.with_name(f"{TEMPORARY_PREFIX}{path.name[:100]}.{os.getpid()}")
     aside.unlink(missing_ok=True)
@@ -186,45 +182,32 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Replace the content of ``path`` atomically by indented JSON.
-
-    Raises:
-        ValueError: ``value`` holds NaN or infinity, which JSON does not have (see :func:`finite`).
-    """
+    """Replace the content of ``path`` atomically by indented JSON. Raises ValueError for NaN or infinity."""
     write_bytes(path, json_bytes(value, indent=2))
 
 
 def store_json(path: Path, value: Any) -> None:
     """Replaces a file of a run by ``value`` as :func:`ftcli.plain.plain` makes JSON of it: NaN and infinity are null.
-
-    Raises:
-        FtcliError: FT723 or FT724 when it cannot be written.
+    Raises FtcliError FT723 or FT724.
     """
     with storage_errors(path):
         write_json(path, plain(value))
 
 
 def json_bytes(value: Any, *, indent: int | None = None) -> bytes:
-    """``value`` as JSON in UTF-8, with a newline at the end.
-
-    Half of a surrogate pair, which data can hold and UTF-8 cannot, becomes ``\\udc80``, say: JSON's own escape for it.
-
-    Raises:
-        ValueError: ``value`` holds NaN or infinity.
+    """``value`` as JSON in UTF-8, with a newline at the end. Half of a surrogate pair, which UTF-8 cannot hold, becomes
+    JSON's own escape for it. Raises ValueError for NaN or infinity.
     """
     text = json.dumps(value, indent=indent, ensure_ascii=False, allow_nan=False) + "\n"
     return text.encode("utf-8", errors="backslashreplace")
 
 
 def write_named(path: Path, data: bytes, *, overwrite: bool = True) -> None:
-    """Write a file whose name a user gave: whole, or not at all.
+    """Write a file whose name a user gave: whole, or not at all. A link goes on pointing to its file, which is replaced
+    and keeps its permissions; a device or a pipe, such as /dev/stdout, is written to.
 
-    A link goes on pointing to its file, which is replaced and keeps its permissions. A device or a pipe, such as
-    /dev/null or /dev/stdout, is written to.
-
-    Raises:
-        FileExistsError: there is a file, and not ``overwrite``.
-        OSError: it cannot be written; of a pipe, that nobody reads from it.
+    Raises FileExistsError where there is a file, and not ``overwrite``; OSError where it cannot be written, or nobody
+    reads from a pipe.
     """
     try:
         found = path.stat()
@@ -277,11 +260,7 @@ def _create(path: Path, data: bytes) -> None:
 
 
 def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
-    """A descriptor of a regular file, opened without waiting for anybody.
-
-    Raises:
-        OSError: it cannot be opened, or is something else.
-    """
+    """A descriptor of a regular file, opened without waiting for anybody. Raises OSError for anything else."""
     descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, 0o644)
     try:
         _require_regular(os.fstat(descriptor).st_mode)
@@ -315,10 +294,8 @@ def _require_regular(mode: int) -> None:
 
 
 def read_bytes(path: Path, most: int = MOST_BYTES) -> bytes:
-    """The content of a regular file of at most ``most`` bytes.
-
-    Raises:
-        OSError: it cannot be read, is no regular file, or holds more.
+    """The content of a regular file. Raises OSError: it cannot be read, is no regular file, or holds more than ``most``
+    bytes.
     """
     with os.fdopen(open_regular(path), "rb") as file:
         size = os.fstat(file.fileno()).st_size
@@ -335,12 +312,7 @@ def read_text(path: Path, most: int = MOST_BYTES) -> str:
 
 
 def json_object_in(path: Path) -> JsonObject:
-    """The map in a JSON file.
-
-    Raises:
-        OSError: it cannot be read.
-        ValueError: it is no JSON, or not a map.
-    """
+    """The map in a JSON file. Raises OSError where it cannot be read, ValueError where it is no JSON, or no map."""
     try:
         value = json.loads(read_bytes(path))
     except RecursionError as error:
@@ -364,11 +336,7 @@ def utc_now() -> str:
 
 
 def rename_directory(source: Path, destination: Path) -> None:
-    """Rename a folder within one file system and flush both parents.
-
-    Raises:
-        OSError: for instance when ``destination`` exists and is not empty.
-    """
+    """Rename a folder within one file system and flush both parents. Raises OSError."""
     source.rename(destination)
     fsync_directory(destination.parent)
     if source.parent != destination.parent:
@@ -396,16 +364,16 @@ def remove_tree(path: Path) -> None:
     shutil.rmtree(trash)
 
 
-def replace_directory(staged: Path, destination: Path) -> None:
+def replace_directory(staged: Path, destination: Path, marked: str = "") -> None:
     """Put the complete folder ``staged`` in the place of ``destination``, whose old content is deleted after.
 
-    A crash between the two renames leaves the old content beside it as ``.trash-<name>.N`` and the new one as
+    A crash between the two renames leaves the old content beside it as ``.trash-<marked><name>.N`` and the new one as
     ``staged``. Nothing half-written ever has the name ``destination``.
     """
     fsync_tree(staged)
     old = None
     if os.path.lexists(destination):
-        old = first_free(f"{TRASH_PREFIX}{destination.name}.{{n}}", destination.parent)
+        old = first_free(f"{TRASH_PREFIX}{marked}{destination.name}.{{n}}", destination.parent)
         rename_directory(destination, old)
     rename_directory(staged, destination)
     if old is not None:

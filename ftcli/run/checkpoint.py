@@ -15,7 +15,6 @@ import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +25,12 @@ from ftcli.run.atomic import (
     TRASH_PREFIX,
     delete,
     first_free,
-    fsync_tree,
     json_object_in,
     open_regular,
     read_json_object,
     remove_tree,
     rename_directory,
+    replace_directory,
     storage_error,
     storage_errors,
     utc_now,
@@ -57,6 +56,8 @@ _HASHING_THREADS = 8
 _OF_BLOCKS = "sha256_of_blocks"
 
 _NAME = re.compile(r"step-(\d{8,})")
+#: In the name of one that makes room for another of its step, and gets its own back where that is never complete.
+_REPLACED = "replaced-"
 
 
 def step_name(step: int) -> str:
@@ -108,10 +109,8 @@ def damage(checkpoint: Path, *, thorough: bool = False) -> str | None:
 
 
 def difference(folder: Path, files: Sequence[JsonMap], *, thorough: bool) -> str | None:
-    """The first of ``files``, as :func:`inventory` lists them, that is not in ``folder`` as it was written.
-
-    Raises:
-        ValueError, KeyError, TypeError, AttributeError: the list is none.
+    """The first of ``files``, as :func:`inventory` lists them, that is not in ``folder`` as it was written. Raises
+    ValueError, KeyError, TypeError, AttributeError: the list is none.
     """
     for each in files:
         name, size = str(each["name"]), int(each["bytes"])
@@ -139,13 +138,8 @@ class Checkpoints:
         return self.root / step_name(step)
 
     def clean(self) -> None:
-        """Remove what a crash left behind: half-written checkpoints and half-deleted ones.
-
-        A checkpoint that was renamed to make room for a new one of the same step gets its name back when the new one
-        was never completed.
-
-        Raises:
-            FtcliError: FT723 when the folder cannot be changed.
+        """Removes half-written and half-deleted checkpoints of a crash. One that was renamed to make room for a new one
+        of the same step gets its name back when that was never completed. Raises FtcliError FT723.
         """
         if not self.root.is_dir():
             return
@@ -157,7 +151,7 @@ class Checkpoints:
                     delete(leftover)
 
     def _restore_or_delete(self, trash: Path) -> None:
-        match = _NAME.match(trash.name.removeprefix(TRASH_PREFIX + "replaced-"))
+        match = _NAME.match(trash.name.removeprefix(TRASH_PREFIX + _REPLACED))
         if match and not self.path(int(match[1])).exists() and damage(trash) is None:
             rename_directory(trash, self.path(int(match[1])))
         else:
@@ -177,10 +171,8 @@ class Checkpoints:
         return None
 
     def named(self, name: str) -> Path:
-        """The usable checkpoint of a step, written as a number, or of the ``best`` evaluation.
-
-        Raises:
-            FtcliError: FT725 (exit 2) when there is none, with those that there are.
+        """The usable checkpoint of a step, written as a number, or of the ``best`` evaluation. Raises FtcliError FT725
+        (exit 2) when there is none, with those that there are.
         """
         usable = self.scan().usable
         step = _best_step(usable) if name == "best" else int(name) if name.isdecimal() and len(name) < 12 else None
@@ -197,13 +189,11 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def staging(self, step: int) -> Iterator[Path]:
-        """Yield an empty folder to fill; when the block ends it becomes the checkpoint of ``step``.
+        """Yield an empty folder to fill; when the block ends it becomes the checkpoint of ``step``. If the block
+        raises, nothing has changed.
 
-        If the block raises, the folder is removed and nothing has changed.
-
-        Raises:
-            FtcliError: FT724 when the disk is full, FT723 when the folder cannot be written for another reason. Other
-                libraries' errors about a failed write are raised as these as well.
+        Raises FtcliError FT724 when the disk is full, FT723 when the folder cannot be written otherwise; other
+        libraries' errors about a failed write are raised as these as well.
         """
         staged = self.root / f"{TEMPORARY_PREFIX}{step_name(step)}.{os.getpid()}"
         try:
@@ -213,25 +203,13 @@ class Checkpoints:
             staged.mkdir()
             with writing_into(staged, self.path(step)):
                 yield staged
-                self._complete(staged, step)
+                complete = {"format": 1, "step": step, "written": utc_now(), "files": inventory(staged)}
+                write_json(staged / COMPLETE_NAME, complete)
+                replace_directory(staged, self.path(step), _REPLACED)
         except OSError as error:
             raise storage_error(error, self.path(step)) from error
         finally:
             shutil.rmtree(staged, ignore_errors=True)
-
-    def _complete(self, staged: Path, step: int) -> None:
-        fsync_tree(staged)
-        write_json(
-            staged / COMPLETE_NAME, {"format": 1, "step": step, "written": utc_now(), "files": inventory(staged)}
-        )
-        final = self.path(step)
-        replaced = None
-        if os.path.lexists(final):
-            replaced = first_free(f"{TRASH_PREFIX}replaced-{final.name}.{{n}}", self.root)
-            rename_directory(final, replaced)
-        rename_directory(staged, final)
-        if replaced is not None:
-            shutil.rmtree(replaced)
 
     def newest_sound(self) -> FoundCheckpoints:
         """Like :meth:`scan`, but every byte of the newest usable checkpoint is read and compared.
@@ -245,12 +223,8 @@ class Checkpoints:
         return FoundCheckpoints(tuple(usable), damaged)
 
     def rotate(self, keep_last: int, spared: Collection[int] = ()) -> None:
-        """Delete all but the newest ``keep_last`` usable checkpoints and those of ``spared`` steps.
-
-        Damaged ones do not count as kept and are deleted only when they are older than a usable one that stays.
-
-        Raises:
-            FtcliError: FT723 when a folder cannot be removed.
+        """Delete all but the newest ``keep_last`` usable checkpoints and those of ``spared`` steps; of damaged ones
+        those that are older than a usable one that stays. Raises FtcliError FT723.
         """
         scan = self.scan()
         kept = scan.usable[-max(1, keep_last) :]
@@ -264,12 +238,8 @@ class Checkpoints:
                 remove_tree(path)
 
     def set_aside_after(self, step: int) -> tuple[Path, ...]:
-        """Rename the checkpoints of later steps than ``step``, which a run is about to continue from.
-
-        They are called ``step-….superseded-N`` then, and ftcli never deletes them. Returns their new paths.
-
-        Raises:
-            FtcliError: FT723 when a folder cannot be renamed.
+        """Renames the checkpoints of later steps than ``step``, which a run continues from, to ``step-….superseded-N``,
+        and returns these paths; ftcli never deletes them. Raises FtcliError FT723.
         """
         moved = []
         for later in sorted(s for s in self._steps() if s > step):
@@ -295,11 +265,7 @@ def _best_step(usable: Sequence[Path]) -> int | None:
 
 
 def inventory(folder: Path) -> list[JsonObject]:
-    """Name, size and digest of every file below ``folder``, but hidden ones.
-
-    Raises:
-        OSError: a file cannot be read.
-    """
+    """Name, size and digest of every file below ``folder``, but hidden ones. Raises OSError."""
     names = (p.relative_to(folder) for p in sorted(folder.rglob("*")) if p.is_file())
     return [_identity(folder, name.as_posix()) for name in names if not any(s.startswith(".") for s in name.parts)]
 
@@ -310,12 +276,8 @@ def _identity(folder: Path, name: str) -> JsonObject:
 
 
 def _digest(path: Path) -> str:
-    """SHA-256 of a file; of a large one, the SHA-256 of the digests of its blocks, which several threads compute.
-
-    One thread would take a minute for 90 GB.
-
-    Raises:
-        OSError: the file cannot be read.
+    """SHA-256 of a file; of a large one, the SHA-256 of the digests of its blocks, which several threads compute: one
+    would take a minute for 90 GB. Raises OSError.
     """
     descriptor = open_regular(path)
     try:
@@ -323,11 +285,8 @@ def _digest(path: Path) -> str:
         if size <= _BLOCK_BYTES:
             return hashlib.sha256(os.pread(descriptor, size, 0)).hexdigest()
         with ThreadPoolExecutor(_HASHING_THREADS) as threads:
-            blocks = threads.map(partial(_block_digest, descriptor), range(0, size, _BLOCK_BYTES))
+            starts = range(0, size, _BLOCK_BYTES)
+            blocks = threads.map(lambda at: hashlib.sha256(os.pread(descriptor, _BLOCK_BYTES, at)).digest(), starts)
             return hashlib.sha256(b"".join(blocks)).hexdigest()
     finally:
         os.close(descriptor)
-
-
-def _block_digest(descriptor: int, offset: int) -> bytes:
-    return hashlib.sha256(os.pread(descriptor, _BLOCK_BYTES, offset)).digest()

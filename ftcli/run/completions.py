@@ -39,11 +39,8 @@ class ScoredCompletion:
 
 @dataclass(frozen=True, slots=True)
 class Completions:
-    """The folder of these files in a run directory.
-
-    Attributes:
-        most: About so many files stay; None for all.
-        every: Steps from one logging step to the next.
+    """The folder of these files in a run directory. About ``most`` files stay; ``every``: steps from one logging step
+    to the next.
     """
 
     folder: Path
@@ -61,11 +58,7 @@ class Completions:
         return self.folder / f"step-{step:08d}.parquet"
 
     def write(self, step: int, completions: Sequence[ScoredCompletion]) -> None:
-        """Writes a step's file, aside first.
-
-        Raises:
-            FtcliError: FT723 or FT724 when it cannot be written.
-        """
+        """Writes a step's file, aside first. Raises FtcliError FT723 or FT724 when it cannot be written."""
         import pyarrow as pa
         import pyarrow.parquet as pq
 
@@ -114,10 +107,8 @@ class Completions:
         ]
 
     def forget_after(self, step: int) -> None:
-        """Removes the files of later steps, which the run makes again, and what a killed process has left half-written.
-
-        Raises:
-            FtcliError: FT723 when they cannot be removed.
+        """Removes the files of later steps, which the run makes again, and half-written ones. Raises FtcliError
+        FT723.
         """
         with storage_errors(self.folder):
             for later in self.steps():

@@ -33,11 +33,8 @@ class DirectoryLock:
     """
 
     def __init__(self, directory: Path) -> None:
-        """Take the lock.
-
-        Raises:
-            FtcliError: FT720 when another process holds it.
-            OSError: the lock file cannot be made, is a pipe, or is a link: what it leads to would be written over.
+        """Take the lock. Raises FtcliError FT720 when another process holds it, OSError where the lock file cannot be
+        made, is a pipe, or is a link: what it leads to would be written over.
         """
         self._path = directory / LOCK_NAME
         self._descriptor: int | None = None
@@ -196,9 +193,7 @@ NAMES = frozenset(one.name for one in vars(RunDirectory).values() if isinstance(
 
 def holds_run(run: RunDirectory) -> bool:
     """True if the folder has a recipe.yaml and something else of a run: one with nothing but a recipe is never renamed.
-
-    Raises:
-        OSError: the folder cannot be read.
+    Raises OSError.
     """
     ours = (run.status_path, run.path / LOCK_NAME, run.checkpoints_dir)
     return run.recipe_path.is_file() and any(path.exists() for path in ours)

@@ -37,11 +37,8 @@ class PeerFailed(FtcliError):
 
 
 class RankLost(FtcliError):
-    """A rank was killed, or hangs (FT710, exit 75).
-
-    Attributes:
-        ranks: Which ones; none where that is not known.
-        how: "was killed by SIGKILL", say.
+    """A rank was killed, or hangs (FT710, exit 75): ``ranks``, none where that is not known, and ``how`` ("was killed
+    by SIGKILL").
     """
 
     def __init__(self, ranks: Sequence[int], how: str, who: str = "a rank") -> None:
@@ -170,13 +167,8 @@ def show_life(place: Place) -> None:
 class Heartbeat:
     """Says that this rank lives, hears when the others have said so last, and sees to it that it ends without them.
 
-    Args:
-        cut: Cuts the connections between GPUs.
-
-    Attributes:
-        at: Where this rank is, in words.
-        noticed: Whether the main thread knows that the run is over; it ends it then, as long as that may take.
-        unreachable: Whether the process that holds what all say is gone.
+    ``cut`` cuts the connections between GPUs. ``at``: where this rank is, in words; ``noticed``: the main thread knows
+    that the run is over, and ends it; ``unreachable``: the process that holds what all say is gone.
     """
 
     def __init__(self, store: Store, place: Place, patience: Timeouts, cut: Callable[[], None]) -> None:

@@ -36,12 +36,8 @@ WeightIdentities = Callable[[], "tuple[WeightFile, ...]"]
 
 @dataclass(frozen=True, slots=True)
 class WeightFile:
-    """Identity of one weight file.
-
-    Attributes:
-        samples_sha256: SHA-256 of 64 samples of 64 KiB, spread over it: all of a file of 4 MiB and less.
-        crc32: CRC-32 of every byte (of each 64 MiB, and of those together); empty where it was not read whole. It tells
-            accidents; somebody who wants to can find other bytes with the same.
+    """Identity of one weight file. ``samples_sha256``: of 64 samples of 64 KiB, spread over it (all of a file of 4 MiB
+    and less); ``crc32``: of every byte, empty where it was not read whole, which tells accidents and no forgery.
     """
 
     name: str
@@ -60,10 +56,8 @@ def begin(folder: Path) -> WeightIdentities:
 
     All bytes are read where the files fit into free memory: they come from it where they were just read, and stay in it
     for whoever reads them next. Else samples alone. The first sample holds the header, which lists every tensor with
-    its shape. A process that ends does not wait for the threads.
-
-    Raises:
-        OSError: there is a file that cannot be looked at; of one that cannot be read, the answer raises it.
+    its shape. A process that ends does not wait for the threads. Raises OSError: there is a file that cannot be looked
+    at; of one that cannot be read, the answer raises it.
     """
     files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.gguf"))
     sizes = [file.stat().st_size for file in files]
@@ -141,13 +135,8 @@ class Fingerprint:
 
 
 def fingerprint(name: str, path: Path, block_bytes: int = 0) -> Fingerprint:
-    """The fingerprint of a file, which is read once.
-
-    Args:
-        block_bytes: Size of its blocks; 0: as many as there are to be in a file of this size.
-
-    Raises:
-        OSError: it cannot be read.
+    """The fingerprint of a file, which is read once, in blocks of ``block_bytes`` (0: as many as there are to be in a
+    file of this size). Raises OSError: it cannot be read.
     """
     whole, blocks = hashlib.sha256(), []
     with path.open("rb") as file:
@@ -165,11 +154,8 @@ class Inputs:
     """A run's inputs, known once its data is tokenized; None or empty where there is nothing to compare.
 
     Attributes:
-        chat_template: The template's text.
         tokens_sha256: SHA-256 over the token ids and labels of all training rows, in order.
         weights: Of a local model, :func:`ftcli.run.inputs.weight_identities` of its folder.
-        commit: Of a model from the Hub, the commit that was loaded.
-        files: What else is read of a local model and a local tokenizer.
         asked: Weights, commit and files of another model that was asked before training.
     """
 
@@ -189,14 +175,8 @@ def stored_weights(facts: ModelFacts, model: ModelConfig) -> Path | None:
 def base_inputs(
     facts: ModelFacts, model: ModelConfig, commit: str | None, weights: Sequence[WeightFile] | None = None
 ) -> Inputs:
-    """Inputs of a base model: its folder's content, or the Hub's commit; and those of a tokenizer of another place.
-
-    Args:
-        commit: What was loaded of the Hub.
-        weights: Identities of its weight files; read here when None.
-
-    Raises:
-        OSError: a file cannot be read.
+    """Inputs of a base model: its folder's content, or the Hub's ``commit``; and those of a tokenizer of another place.
+    The identities of its weight files are read here where ``weights`` is None. Raises OSError: a file cannot be read.
     """
     found = [path for name in _OF_MODEL if facts.is_local for path in facts.folder.glob(name)]
     tokenizer = _cached(model.tokenizer) if facts.tokenizer is None else facts.tokenizer.folder
@@ -226,15 +206,11 @@ def _whole(path: Path) -> Fingerprint:
 
 
 def require_same_inputs(previous: JsonMap, now: Inputs) -> None:
-    """Refuse to continue a run whose template, token ids or base model are not what they were.
+    """Refuse to continue a run whose template, token ids or base model are not what they were; what the manifest
+    ``previous`` does not know is accepted.
 
-    Args:
-        previous: The manifest of the run so far; what it does not know is accepted.
-        now: The inputs of this process.
-
-    Raises:
-        FtcliError: FT734 with the template's difference, FT735 with each changed file of the base, FT731 when only the
-            token ids differ (exit 2).
+    Raises FtcliError (exit 2) FT734 with the template's difference, FT735 with each changed file of the base, FT731
+    when only the token ids differ.
     """
     known = previous.get("inputs")
     if not isinstance(known, Mapping):
@@ -275,11 +251,8 @@ def _base_findings(known: JsonMap, now: Inputs, what: str = "the base model") ->
 
 
 def changed_base(known: JsonMap, now: Inputs, *, weights: bool = True) -> list[str]:
-    """Every file of the base that differs, with both identities, and the Hub's commit; nothing where none is known.
-
-    Args:
-        known: ``inputs`` of a manifest.
-        weights: Weights and commit are compared, too.
+    """Every file of the base that differs from a manifest's ``inputs``, with both identities, and the Hub's commit;
+    nothing where none is known. ``weights``: weights and commit are compared, too.
     """
     changed = _changed_files(known.get("files"), now.files)
     if not weights:
@@ -339,15 +312,10 @@ def _identity(entry: JsonMap | None) -> str:
 
 
 def require_same_data(previous: JsonMap, data: Sequence[Fingerprint], paths: Mapping[str, Path] | None = None) -> None:
-    """Refuse to continue a run on data whose content has changed since it began.
+    """Refuse to continue a run on data whose content has changed since it began; ``paths`` are the files by name, to
+    say in which rows. A manifest without fingerprints proves nothing and is accepted.
 
-    Args:
-        previous: The manifest of the run so far; one without fingerprints proves nothing and is accepted.
-        data: Fingerprints of the training files now.
-        paths: Where those files lie, by name, to say in which rows they changed.
-
-    Raises:
-        FtcliError: FT731 with each changed, new and missing file (exit 2).
+    Raises FtcliError FT731 (exit 2) with each changed, new and missing file.
     """
     known = noted_files(previous.get("data"))
     if not known:
@@ -367,14 +335,11 @@ def require_same_data(previous: JsonMap, data: Sequence[Fingerprint], paths: Map
 
 
 def changed_held_out(previous: JsonMap, held_out: Sequence[Fingerprint], sources: Collection[str]) -> list[str]:
-    """Held-out files that are not what they were when a run began, in words; in a folder, those that have come or gone.
+    """Held-out files of ``sources`` that are not what they were when a run began, in words; in a folder, those that
+    have come or gone.
 
-    Results before and after training are of the same rows then. Sources that only one recipe names are none of them.
-
-    Args:
-        previous: The manifest of the run so far; one without their fingerprints proves nothing.
-        held_out: Their fingerprints now.
-        sources: The files and folders that they are of, as the recipe names them.
+    Results before and after training are of the same rows then. Sources that only one recipe names are none of them; a
+    manifest without fingerprints proves nothing.
     """
     known, changed = noted_files(previous.get("held_out")), []
     now = {one.name: plain_fields(one) for one in held_out}
@@ -390,13 +355,8 @@ def _is_of(source: str, name: str) -> bool:
 
 
 def changed_judges(previous: JsonMap, judges: Sequence[Fingerprint]) -> list[str]:
-    """Files of rewards and judges that are not what they were when a run began, in words.
-
-    Those that only one side has are none of them: the recipe names them, and is compared itself.
-
-    Args:
-        previous: The manifest of the run so far; one without their fingerprints proves nothing.
-        judges: Their fingerprints now.
+    """Files of rewards and judges that are not what they were when a run began, in words. Those that only one side has
+    are none of them: the recipe names them, and is compared itself.
     """
     known, now = noted_files(previous.get("judges")), {one.name: plain_fields(one) for one in judges}
     return _differing(known, now, known.keys() & now.keys())
@@ -407,12 +367,7 @@ def require_same_measures(
 ) -> None:
     """Refuse to continue a run that would be measured on other rows, or judged by other code, than before.
 
-    Args:
-        held_out, sources: As :func:`changed_held_out` takes them.
-        judges: As :func:`changed_judges` takes them.
-
-    Raises:
-        FtcliError: FT731 with each held-out file, FT721 with each of judges (exit 2).
+    Raises FtcliError (exit 2) FT731 with each held-out file, FT721 with each of judges.
     """
     changed = {
         ("FT731", "held-out data"): changed_held_out(previous, held_out, sources),

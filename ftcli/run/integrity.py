@@ -26,11 +26,7 @@ _NO_INPUTS = (
 
 
 def result_files(folder: Path) -> list[JsonObject]:
-    """Files of a result (:func:`ftcli.run.checkpoint.inventory`), without its card, which is written again.
-
-    Raises:
-        OSError: a file cannot be read.
-    """
+    """Files of a result (:func:`ftcli.run.checkpoint.inventory`), without its card, which is written again."""
     return [each for each in inventory(folder) if not each["name"].endswith(MODEL_CARD)]
 
 
@@ -52,13 +48,8 @@ def changed_result(run: RunDirectory, trained: FinishedTraining) -> str | None:
 
 
 def hold_result(run: RunDirectory) -> list[Finding]:
-    """Refuse a result that is not what training wrote.
-
-    Returns:
-        FT770 where nothing notes what that was.
-
-    Raises:
-        FtcliError: FT771 (exit 2) with the first file that differs.
+    """Refuse a result that is not what training wrote: FtcliError FT771 (exit 2) with the first file that differs.
+    Returns FT770 where nothing notes what that was.
     """
     status = read_status(run.status_path)
     if status is None or status.trained is None:
@@ -77,22 +68,12 @@ def hold_result(run: RunDirectory) -> list[Finding]:
 
 
 def hold_base(run: Path, model: ModelConfig, seed: int, now: Inputs, *, weights: bool = True) -> list[Finding]:
-    """Refuse to join a run's result to a base model that it was not trained on.
+    """Refuse to join a run's result to a base model that it was not trained on: FtcliError FT735 (exit 2) with what
+    differs. Returns FT770 with what cannot be held against training.
 
     Files and the Hub's commit are compared where both sides know them, whatever the model is called. Where no weights
-    can be, as random ones, the recipes have to name the same model.
-
-    Args:
-        run: The run's folder; its manifest and recipe say what it was trained on.
-        model: The base as the recipe in use names it; ``seed`` is that recipe's.
-        now: The base as it is.
-        weights: Whether the base's weights are read; a full fine-tune has its own.
-
-    Returns:
-        FT770 with what cannot be held against training.
-
-    Raises:
-        FtcliError: FT735 (exit 2) with what differs.
+    can be, as random ones, the recipes have to name the same model. ``weights``: the base's are read; a full fine-tune
+    has its own.
     """
     known = read_json_object(RunDirectory(run).manifest_path).get("inputs")
     known = known if isinstance(known, Mapping) else {}

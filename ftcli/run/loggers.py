@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Protocol
 from urllib.parse import urlparse
 
@@ -42,17 +41,9 @@ PROJECT = "ftcli"
 
 @dataclass(frozen=True, slots=True)
 class LoggedRun:
-    """The run whose numbers a logger is given.
-
-    Attributes:
-        name: The run's name.
-        id: Twelve hexadecimal digits. A run keeps them when it is resumed, and no other run has them.
-        folder: The run directory.
-        recipe: The resolved recipe as plain values.
-        continued: This logger was given earlier steps of the same run.
-        after_step: Numbers of later steps follow; 0 when the run begins here. What the logger holds of later steps is
-            to be forgotten.
-        offline: No network may be used.
+    """The run whose numbers a logger is given. ``id``: twelve hexadecimal digits that it keeps when it is resumed;
+    ``continued``: the logger was given earlier steps of it; ``after_step``: numbers of later steps follow, and what the
+    logger holds of these is to be forgotten (0: the run begins here).
     """
 
     name: str
@@ -112,14 +103,9 @@ class OpenLoggers:
         new_series: bool = False,
         offline: bool = False,
     ) -> None:
-        """Open them. One that fails is reported as the warning FT736.
-
-        Args:
-            names: Rows of :mod:`ftcli.tables.loggers`.
-            folder: The run directory.
-            recipe: The resolved recipe as plain values.
-            resume_step: The step that the run continues after; 0 when it begins.
-            new_series: The run continues in another way than it went before: its numbers are not a repetition.
+        """Opens those that ``names`` say (:mod:`ftcli.tables.loggers`); one that fails is reported as the warning
+        FT736. ``resume_step``: the step that the run continues after, 0 when it begins; ``new_series``: it continues in
+        another way than before, so its numbers are not a repetition.
         """
         self._reporter = reporter
         self._folder = folder
@@ -183,22 +169,14 @@ class OpenLoggers:
             yield
         except Exception as error:  # noqa: BLE001 - code of others, which may raise anything; the run is worth more
             self._open.pop(name, None)
-            reason = first_line(error)
-            self._reporter.finding(
-                Finding(
-                    "FT736",
-                    f"logging.{name} has failed, and the run goes on without it: {reason}",
-                    help="every number is in metrics.jsonl as well",
-                    severity="warning",
-                )
-            )
+            message = f"logging.{name} has failed, and the run goes on without it: {first_line(error)}"
+            help = "every number is in metrics.jsonl as well"
+            self._reporter.finding(Finding("FT736", message, help=help, severity="warning"))
 
     def __enter__(self) -> OpenLoggers:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         status = read_status(RunDirectory(self._folder).status_path)
         state = "failed" if status is None or status.state == "running" else status.state
         for name, logger in list(self._open.items()):
@@ -228,7 +206,6 @@ class TensorBoardLogger:
             self._writer.add_text("recipe", "\n".join(f"    {line}" for line in text.splitlines()), run.after_step)
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Write the numbers through to the file."""
         for name, value in numbers.items():
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
@@ -293,12 +270,10 @@ class TrackioLogger:
             )
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Queue the numbers; a thread writes them."""
         with redirect_stdout(io.StringIO()):
             self._run.log(dict(numbers), step=step)
 
     def finish(self, state: State) -> None:
-        """Wait until everything is written."""
         import trackio
 
         with redirect_stdout(io.StringIO()):
@@ -337,7 +312,6 @@ class MlflowLogger:
             self._client.log_batch(self._id, params=settings[start : start + _MOST_PARAMS])
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Write the numbers to the store."""
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
@@ -345,5 +319,4 @@ class MlflowLogger:
         self._client.log_batch(self._id, metrics=metrics)
 
     def finish(self, state: State) -> None:
-        """Say how the run ended."""
         self._client.set_terminated(self._id, _ENDINGS.get(state, "FAILED"))

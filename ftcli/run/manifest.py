@@ -6,8 +6,6 @@ import hashlib
 import platform
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
-from importlib import metadata
 from pathlib import Path
 
 from ftcli import __version__
@@ -19,6 +17,7 @@ from ftcli.plan.memory.host_total import HostEstimate
 from ftcli.plan.precision import DtypePlan
 from ftcli.run.atomic import utc_now
 from ftcli.run.inputs import Fingerprint
+from ftcli.tables import installed_version
 
 #: Distributions whose versions can change what a run computes.
 LIBRARIES = (
@@ -43,17 +42,8 @@ _KEPT_ON_RESUME = ("inputs", "micro_batches")
 
 def library_versions(names: Iterable[str] = LIBRARIES) -> dict[str, str]:
     """Versions of those of ``names`` that are installed; nothing is imported."""
-    found = {name: _version(name) for name in names}
+    found = {name: installed_version(name) for name in names}
     return {name: version for name, version in found.items() if version is not None}
-
-
-@cache
-def _version(name: str) -> str | None:
-    """Read once: a process keeps the libraries that it has imported, and reading the metadata of all takes 10 ms."""
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 #: A checkout may be somebody else's, and its configuration names programs: monitors, hooks, filters, transports of
@@ -118,21 +108,12 @@ def build_manifest(
     previous: JsonMap | None = None,
     folder: Path | None = None,
 ) -> JsonObject:
-    """Builds manifest.json before the model is built. The kernels of its layers are added then.
+    """Builds manifest.json before the model is built; the kernels of its layers are added then.
 
-    Args:
-        command: ``train``, ``grpo`` …
-        recipe_yaml: The resolved recipe; its SHA-256 is kept.
-        activations: The form in which activations are kept for backward, and why.
-        data: Fingerprints of the data files.
-        held_out: Those of the files that results before and after training are measured on.
-        judges: Those of what judges completions: files that rewards and tasks name.
-        ranks: Processes that train together.
-        micro_batches: What a step learns from, over all of them.
-        resume_step: Step this process starts from.
-        previous: The manifest of the run so far; its ``processes`` are kept and this one is appended, and its
-            ``inputs`` stay what the run began with.
-        folder: Where git is asked; the current directory when None.
+    ``held_out`` are fingerprints of what results before and after training are measured on, ``judges`` those of files
+    that rewards and tasks name; ``micro_batches`` is what a step learns from, over all ranks. Of ``previous``, the
+    manifest of the run so far, the ``processes`` are kept, and the ``inputs`` that it began with. git is asked in
+    ``folder``, by default the current one.
     """
     process = {
         "started": utc_now(),

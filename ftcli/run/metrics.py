@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TypeAlias
 
 from ftcli.errors import FtcliError
-from ftcli.plain import JsonObject, is_number, plain
+from ftcli.plain import JsonObject, is_number, parsed_map, plain
 from ftcli.run.atomic import json_bytes, open_regular, read_bytes, storage_errors, write_bytes
 
 #: A line of metrics.jsonl: ``step``, and values by name. Tasks, rewards and datasets have names of the recipe's.
@@ -79,19 +77,15 @@ def _rows(path: Path, data: bytes) -> list[tuple[MetricsLine, bytes]]:
 
 def _parsed(line: bytes) -> JsonObject | None:
     """A line's map, or None when it is no metric."""
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    step = row.get("step") if isinstance(row, dict) else None
+    row = parsed_map(line)
+    step = None if row is None else row.get("step")
     sound = isinstance(step, int) and not isinstance(step, bool) and 0 <= step <= _LAST_STEP
     return row if sound else None
 
 
 def _without_torn_tail(data: bytes) -> bytes:
-    """``data`` up to the last line that is a metric.
-
-    What follows was never flushed to the disk. A machine that lost its power can leave anything there, often zeros.
+    """``data`` up to the last line that is a metric: what follows was never flushed, and a power cut can leave anything
+    there.
     """
     lines = data.split(b"\n")[:-1]
     while lines and _parsed(lines[-1]) is None:
@@ -103,16 +97,9 @@ class MetricsWriter:
     """Appends lines to metrics.jsonl. When :meth:`write` returns, the system has the whole line, or none of it."""
 
     def __init__(self, path: Path, *, resume_step: int = 0, evaluate_again: bool = False) -> None:
-        """Open the file and drop what a resumed run will write again.
-
-        Args:
-            path: The file; made when it is missing.
-            resume_step: Step of the checkpoint the run continues from. Lines of later steps and a torn end are cut
-                off; 0 (a run from the start) empties the file.
-            evaluate_again: The evaluation after that step is made again: its line is dropped too.
-
-        Raises:
-            FtcliError: FT723 or FT724 when it cannot be written, FT727 when it holds something else.
+        """Opens the file and drops what a resumed run will write again: a torn end and the lines after ``resume_step``
+        (0 empties it) and, with ``evaluate_again``, that step's evaluation. Raises FtcliError FT723 or FT724 when it
+        cannot be written, FT727 when it holds something else.
         """
         self.path = path
         self._descriptor: int | None = None
@@ -132,10 +119,8 @@ class MetricsWriter:
             self._descriptor = open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     def write(self, step: int, values: MetricsLine) -> None:
-        """Append one line: ``step`` and ``values``. NaN and infinity become null.
-
-        Raises:
-            FtcliError: FT724 when the disk is full, FT723 when it cannot be written otherwise or has vanished.
+        """Append one line: ``step`` and ``values``. NaN and infinity become null. Raises FtcliError FT723 or FT724,
+        also where the file has vanished.
         """
         line = json_bytes(plain({"step": step, **values}))
         descriptor = self._open_descriptor()
@@ -182,7 +167,5 @@ class MetricsWriter:
     def __enter__(self) -> MetricsWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

@@ -55,14 +55,8 @@ _DEVICE_TIMEOUT = timedelta(minutes=10)
 
 
 class RankGroup:
-    """This process among those of its run.
-
-    Args:
-        place: Which one it is.
-        reporter: Gets a line when others are waited for.
-
-    Raises:
-        FtcliError: FT712 (exit 3) when there is nobody to meet.
+    """This process among those of its run; ``reporter`` gets a line when others are waited for. Raises FtcliError FT712
+    (exit 3) when there is nobody to meet.
     """
 
     def __init__(self, place: Place, reporter: Reporter, patience: Timeouts | None = None) -> None:
@@ -162,10 +156,8 @@ class RankGroup:
         return DeviceMesh.from_group([alike, together], device.type, mesh=places, mesh_dim_names=names)
 
     def _subgroup(self, rows: Sequence[Sequence[int]], seconds: float) -> Any:
-        """Connects the ranks of each row as a subgroup, and returns this rank's own. All ranks call it.
-
-        Args:
-            seconds: On a CPU, how long an exchange may take.
+        """Connects the ranks of each row as a subgroup, and returns this rank's own. All ranks call it. ``seconds``: on
+        a CPU, how long an exchange may take.
         """
         own: Any = None
         backend, patience = ("nccl", _DEVICE_TIMEOUT) if self._on_gpus else ("gloo", timedelta(seconds=seconds))
@@ -262,9 +254,8 @@ class RankGroup:
     def subgroups(self, size: int) -> Callable[[Tensor], Tensor]:
         """Splits the ranks into subgroups of ``size`` consecutive ones; all call it, once they are connected.
 
-        Returns:
-            An all-to-all within this rank's subgroup, ``(size, ...) -> (size, ...)``: it sends slice n to the n-th rank
-            and returns the slices of all, in their order, without waiting for the device.
+        Returns an all-to-all within this rank's subgroup, ``(size, ...) -> (size, ...)``: it sends slice n to the n-th
+        rank and returns the slices of all, in their order, without waiting for the device.
         """
         rows = torch.arange(self.size).view(-1, size).tolist()
         mine = self._subgroup(rows, _DEVICE_TIMEOUT.total_seconds())
@@ -441,8 +432,8 @@ def meeting_point(place: Place, seconds: float, *, client: bool = False) -> Stor
 def _joined(place: Place, told: Path, seconds: float) -> TCPStore:
     """The store of rank 0, which says its port in the file ``told``. Raises TimeoutError when there will be none.
 
-    torch tries to reach a rank 0 that has ended for as long as it may, so that an attempt is short at first; the next
-    has twice as long, on a machine that is slow.
+    torch tries to reach a rank 0 that has ended for as long as it may, so the first attempt is short and each next has
+    twice as long.
     """
     deadline, attempt = time.monotonic() + seconds, _FIRST_SECONDS
     why = "rank 0 has not said where it is"

@@ -51,10 +51,8 @@ _ABSENT, _NONE = "(absent)", "[]"
 
 @dataclass(frozen=True, slots=True)
 class ChangedKey:
-    """One key with its old and its new value, as people write them.
-
-    Attributes:
-        parts: Of a list of maps what has changed within it; its values would be read for one word among fifty.
+    """One key with its old and its new value, as people write them. ``parts``: of a list of maps what has changed
+    within it; its values would be read for one word among fifty.
     """
 
     key: str
@@ -94,10 +92,8 @@ def structural_keys() -> tuple[str, ...]:
 def recipe_changes(old_yaml: str, new_yaml: str) -> tuple[ChangedKey, ...]:
     """All keys whose values differ between two resolved recipes.
 
-    A key that is missing from the old recipe, because an older ftcli wrote it, counts as having today's default.
-
-    Raises:
-        ValueError: ``old_yaml`` is not the YAML of a map.
+    A key that is missing from the old recipe, because an older ftcli wrote it, counts as having today's default. Raises
+    ValueError: ``old_yaml`` is not the YAML of a map.
     """
     old, new = (leaves(_with_defaults(map_of(text))) for text in (old_yaml, new_yaml))
     if repr(old) == repr(new):  # as when a run is resumed: seldom does anybody have to read them
@@ -135,10 +131,8 @@ def _name(item: Mapping[str, Any]) -> str:
 
 
 def settings_of(recipe_yaml: str) -> dict[str, str]:
-    """The values of a resolved recipe by dotted key, as people write them; missing keys have today's defaults.
-
-    Raises:
-        ValueError: It is not the YAML of a map.
+    """The values of a resolved recipe by dotted key, as people write them; missing keys have today's defaults. Raises
+    ValueError: It is not the YAML of a map.
     """
     return {key: _show(value) for key, value in leaves(_with_defaults(map_of(recipe_yaml))).items()}
 

@@ -88,12 +88,8 @@ class Evaluation:
 
 
 def update_evaluation(path: Path, measured: Evaluation) -> None:
-    """Write ``measured`` into eval.json, which keeps what was measured earlier and is not measured now.
-
-    A task, and a task of lm-evaluation-harness, is replaced by the one of its name; loss and datasets together.
-
-    Raises:
-        FtcliError: FT723 or FT724 when it cannot be written.
+    """Write ``measured`` into eval.json, which keeps what was measured earlier and is not measured now. A task is
+    replaced by the one of its name; loss and datasets together. Raises FtcliError FT723 or FT724.
     """
     old, new = read_json_object(path), plain_fields(measured)
     tasks = {task["name"] for side in ("base", "run") for task in (new[side] or {}).get("tasks", ())}
@@ -116,11 +112,7 @@ class MarginsBeforeAndAfter:
 
 
 def write_margins(path: Path, margins: MarginsBeforeAndAfter) -> None:
-    """Write margins.json; nothing where neither side has anything.
-
-    Raises:
-        FtcliError: FT723 or FT724 when it cannot be written.
-    """
+    """Write margins.json; nothing where neither side has anything. Raises FtcliError FT723 or FT724."""
     if margins.before or margins.after:
         with storage_errors(path):
             write_bytes(path, json_bytes(plain(margins)))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import TracebackType
 
 from ftcli.config.training import names_checkpoint
 from ftcli.errors import ExitCode, Finding, FtcliError, Origin
@@ -46,13 +45,9 @@ _ANEW = "to start a new one, use --resume never, which keeps the old run beside 
 class OpenedRun:
     """A run directory that this process owns until :meth:`close` (or the end of a ``with`` block).
 
-    Attributes:
-        directory: The paths.
-        resume_from: Checkpoint to continue from, verified as complete; None: start at step 0.
-        already_complete: The directory holds the finished run of this very recipe; nothing is to be done, and
-            nothing was changed.
-        trained: There when training's result is complete and only the evaluation after it is left to do.
-        warnings: What people should know: damaged checkpoints, changed settings, a file system without locks.
+    ``resume_from``: the checkpoint to continue from, compared whole (None: from step 0); ``already_complete``: the
+    finished run of this very recipe is there, and nothing was changed; ``trained``: only the evaluation after training
+    is left to do.
     """
 
     directory: RunDirectory
@@ -70,10 +65,8 @@ class OpenedRun:
         return 0 if self.resume_from is None else step_of(self.resume_from) or 0
 
     def note_trained(self, summary: TrainingSummary) -> None:
-        """Write that training is over, and what its result consists of.
-
-        Raises:
-            FtcliError: FT723 or FT724 when status.json cannot be written.
+        """Write that training is over, and what its result consists of. Raises FtcliError FT723 or FT724 when
+        status.json cannot be written.
         """
         result = self.directory.result_dir
         if result is None:
@@ -94,32 +87,25 @@ class OpenedRun:
     def __enter__(self) -> OpenedRun:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
 def open_run(path: Path, resume: str, recipe_yaml: str, command: str = "train") -> OpenedRun:
-    """Start, continue or refuse a run in ``path``.
+    """Start, continue or refuse a run in ``path``, which is made when it is missing.
 
-    Args:
-        path: The run directory; made when it is missing.
-        resume: ``auto`` continues an unfinished run of the same recipe from its newest usable checkpoint, or from the
-            start when it has none; a finished run is reported as complete. ``never`` renames an existing run to
-            ``<path>.previous-N``. Anything else is the path of a checkpoint, or of a run, whose newest checkpoint is
-            then meant. The recipe goes on from there: within the checkpoint's own run, whose later checkpoints are
-            renamed, or in a ``path`` that is new.
-        recipe_yaml: The resolved recipe.
-        command: What trains (``train``, ``grpo`` …): a run goes on by the command that it was begun with.
+    ``resume``: ``auto`` continues an unfinished run of the same recipe from its newest usable checkpoint, or from the
+    start when it has none; a finished run is reported as complete. ``never`` renames an existing run to
+    ``<path>.previous-N``. Anything else is the path of a checkpoint, or of a run, whose newest checkpoint is then
+    meant: the recipe goes on from there within the checkpoint's own run, whose later checkpoints are renamed, or in a
+    ``path`` that is new. A run goes on by the ``command`` that it was begun with.
 
     On return recipe.yaml is written, status.json says ``running`` (unless the run is complete already), what a crash
     left behind is gone, and the directory is locked for this process.
 
-    Raises:
-        FtcliError: FT720 in use by another process, FT721 changed recipe (old and new value of every key) or
-            another command, FT722 a folder that is no run directory, FT723 not writable, FT724 disk full, FT725 the
-            named checkpoint is unusable, FT727 the run's own recipe is not readable.
+    Raises FtcliError FT720 in use by another process, FT721 changed recipe (old and new value of every key) or another
+    command, FT722 a folder that is no run directory, FT723 not writable, FT724 disk full, FT725 the named checkpoint is
+    unusable, FT727 the run's own recipe is not readable.
     """
     run = RunDirectory(Path(path))
     lock = _locked(run)
@@ -131,7 +117,8 @@ def open_run(path: Path, resume: str, recipe_yaml: str, command: str = "train") 
         lock.release()
         raise
     if not lock.supported:
-        opened.warnings = (*opened.warnings, _no_locks(run.path))
+        message = f"the file system of {run.path} has no locks: nothing prevents a second run in this directory"
+        opened.warnings = (*opened.warnings, Finding("FT729", message, severity="warning"))
     opened._lock = lock
     return opened
 
@@ -145,7 +132,9 @@ def _open_locked(run: RunDirectory, resume: str, recipe_yaml: str, command: str)
     if opened.already_complete:
         return opened
     with storage_errors(run.path):
-        _clear_leftovers(run.path)
+        for leftover in sorted(run.path.iterdir()):  # of a crash
+            if leftover.name.startswith((TEMPORARY_PREFIX, TRASH_PREFIX, WRITING_PREFIX)):
+                delete(leftover)
         run.checkpoints_dir.mkdir(exist_ok=True)
         write_text(run.recipe_path, recipe_yaml)
         fsync_directory(run.path.parent)  # a power cut must not take the whole folder with it
@@ -166,7 +155,11 @@ def _continue_own(run: RunDirectory, recipe_yaml: str, command: str) -> OpenedRu
         raise _changed(run, changes)
     status = run_status.read_status(run.status_path)
     damaged = None if status is None or status.trained is None else changed_result(run, status.trained)
-    told = [] if damaged is None else [_changed_result(run, damaged)]
+    told = []
+    if damaged is not None:
+        message = f"the result in {run.path} is not what training wrote: {damaged}"
+        help = "--resume never trains again, and keeps the old run beside it"
+        told.append(Finding("FT771", message, help=help, severity="warning"))
     if status is not None and status.state == "completed" and run.result_dir is not None:
         return OpenedRun(run, already_complete=True, warnings=tuple(told))
     if status is not None and status.trained is not None and damaged is None:
@@ -186,12 +179,6 @@ def _continue_own(run: RunDirectory, recipe_yaml: str, command: str) -> OpenedRu
     return OpenedRun(run, source, warnings=tuple(warnings))
 
 
-def _changed_result(run: RunDirectory, damaged: str) -> Finding:
-    message = f"the result in {run.path} is not what training wrote: {damaged}"
-    help = "--resume never trains again, and keeps the old run beside it"
-    return Finding("FT771", message, help=help, severity="warning")
-
-
 def _has_begun(run: RunDirectory) -> bool:
     """True if anything has been trained here: there is a line of metrics, a checkpoint, or a result.
 
@@ -202,13 +189,6 @@ def _has_begun(run: RunDirectory) -> bool:
         return True
     logged = run.metrics_path.is_file() and run.metrics_path.stat().st_size > 0
     return logged or any(run.checkpoints_dir.glob("step-*"))
-
-
-def _clear_leftovers(path: Path) -> None:
-    """Remove what a crash left half-written or half-deleted beside the run's own files."""
-    for leftover in sorted(path.iterdir()):
-        if leftover.name.startswith((TEMPORARY_PREFIX, TRASH_PREFIX, WRITING_PREFIX)):
-            delete(leftover)
 
 
 def _continue_from(run: RunDirectory, named: Path, recipe_yaml: str, command: str) -> OpenedRun:
@@ -319,8 +299,3 @@ def _changed(run: RunDirectory, changes: tuple[ChangedKey, ...]) -> FtcliError:
 def _unusable(path: Path, reason: str) -> FtcliError:
     help = "name a folder like runs/NAME/checkpoints/step-00000100, or use --resume auto"
     return FtcliError.single("FT725", f"cannot resume from {path}: {reason}", help=help)
-
-
-def _no_locks(path: Path) -> Finding:
-    message = f"the file system of {path} has no locks: nothing prevents a second run in this directory"
-    return Finding("FT729", message, severity="warning")

@@ -27,7 +27,7 @@ from typing import BinaryIO
 
 from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.paths import make_folder
-from ftcli.plain import JsonMap, JsonObject, map_in
+from ftcli.plain import JsonMap, JsonObject, map_in, parsed_map
 from ftcli.run.atomic import (
     TEMPORARY_PREFIX,
     fsync_directory,
@@ -63,15 +63,11 @@ class GroupLog:
     ``count`` are the prompts in it that are complete.
 
     Args:
-        keys: Of the prompts (:func:`key_of`).
-        group: Prompts of a group.
-        sound: Whether a line holds what it should.
         replace: Take lines about other prompts away, and what follows them.
         alone: Take lines about further prompts away; else they stay for who asks for more prompts again.
 
-    Raises:
-        FtcliError: FT773 (exit 2) where a line is about another prompt than ``keys`` say, FT723 or FT724 (exit 3) where
-            the file cannot be read or cut.
+    Raises FtcliError FT773 (exit 2) where a line is about another prompt than ``keys`` say, FT723 or FT724 (exit 3)
+    where the file cannot be read or cut.
     """
 
     def __init__(
@@ -103,7 +99,7 @@ class GroupLog:
         ends = [0]
         with contextlib.suppress(FileNotFoundError):
             for line, key in zip(_lines(self.path), self._keys, strict=False):
-                found = _parsed(line)
+                found = parsed_map(line)
                 if found is None or not self._sound(found):
                     break
                 if found.get("key") != key:
@@ -160,8 +156,7 @@ class SampleFolder:
             judged: All that scores depend on beside the answers.
             replace: Start over where something else is there.
 
-        Raises:
-            FtcliError: FT773 (exit 2) where something else is there.
+        Raises FtcliError FT773 (exit 2) where something else is there.
         """
         before = read_json_object(self.path / MANIFEST)
         there = [name for name in _OURS if os.path.lexists(self.path / name)]
@@ -212,14 +207,6 @@ def _lines(path: Path) -> Iterator[bytes]:
     with os.fdopen(open_regular(path), "rb") as file:
         while (line := file.readline(_MOST_LINE_BYTES)).endswith(b"\n"):
             yield line
-
-
-def _parsed(line: bytes) -> JsonObject | None:
-    try:
-        found = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return found if isinstance(found, dict) else None
 
 
 def _differences(before: JsonMap, now: JsonMap) -> list[str]:

@@ -13,7 +13,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Literal
 
 from ftcli.errors import ExitCode, Finding, FtcliError, Unwinding
@@ -22,13 +22,6 @@ from ftcli.errors import ExitCode, Finding, FtcliError, Unwinding
 _MOST_HELD = 2
 
 SignalName = Literal["SIGTERM", "SIGINT", "SIGHUP"]
-
-_EXIT_CODES: dict[SignalName, ExitCode] = {
-    "SIGTERM": ExitCode.PREEMPTED,
-    "SIGINT": ExitCode.INTERRUPTED,
-    "SIGHUP": ExitCode.PREEMPTED,
-}
-
 
 _FIRST_SIGNAL = (
     "stopping; training first finishes its step and writes a checkpoint. A second signal (Ctrl-C again) stops at once, "
@@ -39,7 +32,7 @@ _AGAIN = "start the same command again"
 
 def exit_code_of(name: SignalName) -> ExitCode:
     """Exit status of a run stopped by that signal: 75 for SIGTERM and SIGHUP, 130 for SIGINT."""
-    return _EXIT_CODES[name]
+    return ExitCode.INTERRUPTED if name == "SIGINT" else ExitCode.PREEMPTED
 
 
 class StopRequested(FtcliError):
@@ -54,10 +47,8 @@ class StopRequested(FtcliError):
 
 
 class LeavePhase(Unwinding):
-    """Unwinds an interruptible phase, whose end turns it into :class:`StopRequested`.
-
-    Not an Exception: libraries catch those, and would carry on or report something else (transformers, for one, makes
-    a RuntimeError of whatever happens during its lazy imports).
+    """Unwinds an interruptible phase, whose end turns it into :class:`StopRequested`. Not an Exception: libraries catch
+    those, and would carry on or report something else (transformers makes a RuntimeError of it).
     """
 
 
@@ -91,12 +82,9 @@ class StopRequest:
         passed_on: Path | None = None,
         of_run: bool = True,
     ) -> None:
-        """``sigterm=False`` leaves SIGTERM and SIGHUP alone (`checkpoint.on_sigterm: false`).
-
-        Args:
-            of_run: What a signal stops is a run, which has checkpoints.
-            say: Told at once, inside of the signal's handler, what the first signal does where that takes a while.
-            passed_on: A file in which a launcher says what it got when it passes a signal on as SIGHUP.
+        """``sigterm=False`` leaves SIGTERM and SIGHUP alone (`checkpoint.on_sigterm: false`). ``say`` is told at once,
+        inside of the handler, what the first signal does where that takes a while; in the file ``passed_on`` a launcher
+        says what it got when it passes a signal on as SIGHUP; ``of_run``: what is stopped has checkpoints.
         """
         self._passed_on = passed_on
         self._say = say
@@ -113,11 +101,7 @@ class StopRequest:
         self._pid = os.getpid()
 
     def __enter__(self) -> StopRequest:
-        """Install the handlers.
-
-        Raises:
-            RuntimeError: this is not the main thread, or the object is in use already.
-        """
+        """Install the handlers. Raises RuntimeError outside of the main thread, and where it is in use already."""
         if threading.current_thread() is not threading.main_thread():
             raise RuntimeError("StopRequest works in the main thread only: Python runs signal handlers there")
         if self._previous:
@@ -129,9 +113,7 @@ class StopRequest:
             self._previous[name] = signal.signal(signal.Signals[name], self._on_signal)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         for name, handler in self._previous.items():
             # None: the handler was not installed from Python and cannot be put back; the default is the closest.
             signal.signal(signal.Signals[name], signal.SIG_DFL if handler is None else handler)
@@ -186,11 +168,7 @@ class StopRequest:
         return None if self.requested is None else exit_code_of(self.requested)
 
     def check(self, phase: str | None = None) -> None:
-        """Leave a phase that has no checkpoint to write.
-
-        Raises:
-            StopRequested: a signal has come.
-        """
+        """Leave a phase that has no checkpoint to write. Raises StopRequested: a signal has come."""
         if self.requested is not None:
             raise self._stopped_in(phase)
 
@@ -201,9 +179,7 @@ class StopRequest:
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
         """A few writes that no signal shall cut short: signals are answered at the end of the block, the third at once.
-
-        Raises:
-            StopNow: the second signal came during the block.
+        Raises StopNow: the second came during the block.
         """
         self._held += 1
         try:
@@ -215,13 +191,9 @@ class StopRequest:
 
     @contextlib.contextmanager
     def interruptible(self, phase: str | None = None) -> Iterator[None]:
-        """A block that the first signal leaves at once: loading, tokenizing, evaluating.
-
-        A library that swallows the exception only delays it: it is raised again at the end of the block. One that
-        makes another error of it changes nothing either.
-
-        Raises:
-            StopRequested: a signal came before or during the block.
+        """A block that the first signal leaves at once: loading, tokenizing, evaluating. A library that swallows the
+        exception, or makes another error of it, only delays it to the end of the block. Raises StopRequested: a signal
+        came before or during the block.
         """
         before = (self._leave_at_once, self._phase)
         try:
@@ -265,10 +237,8 @@ def stoppable(phase: str) -> Iterator[None]:
 
 
 def _in_worker(number: int) -> None:
-    """Handles a signal in a forked child, which inherits the handlers.
-
-    SIGTERM, by which pools end their workers, ends it as if there were no handler. SIGINT and SIGHUP, which a terminal
-    sends to all processes, are ignored: the parent decides.
+    """Handles a signal in a forked child, which inherits the handlers: SIGTERM, by which pools end their workers, ends
+    it; SIGINT and SIGHUP, which a terminal sends to all, are ignored, since the parent decides.
     """
     if number == signal.SIGTERM:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)

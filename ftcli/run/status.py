@@ -38,13 +38,8 @@ class TrainingSummary:
 
 @dataclass(frozen=True, slots=True)
 class FinishedTraining:
-    """Training is over and its result complete.
-
-    Attributes:
-        summary: What the command says of training.
-        steps: Optimizer steps made.
-        result: Name of the folder with the weights, ``adapter`` or ``model``.
-        files: Name, size and digest of every file in it (:func:`ftcli.run.checkpoint.inventory`).
+    """Training is over and its result complete: the folder ``result`` (``adapter`` or ``model``), with its ``files`` by
+    name, size and digest (:func:`ftcli.run.checkpoint.inventory`).
     """
 
     summary: TrainingSummary
@@ -55,14 +50,11 @@ class FinishedTraining:
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """Content of status.json.
+    """Content of status.json. ``exit_code`` is None while the run goes on; ``resumable``: the same command again goes
+    on with it; ``resumed_from``: the checkpoint this process started from; ``earlier_seconds``: what the processes
+    before it took; ``trained`` is there as soon as adapter/ or model/ is complete.
 
-    ``exit_code`` is None while the run goes on. ``resumable`` says whether starting the same command again goes on
-    with this run. ``resumed_from`` is the checkpoint this process started from, or None when it started at step 0.
-    A killed run leaves ``running`` behind: nobody holds its lock then (see :func:`ftcli.run.directory.is_locked`).
-    ``earlier_seconds`` is what the processes before this one took.
-    ``trained`` is there as soon as adapter/ or model/ is complete: whatever stops the evaluation that follows, nothing
-    has to be trained again.
+    A killed run leaves ``running`` behind: nobody holds its lock then (:func:`ftcli.run.directory.is_locked`).
     """
 
     state: State
@@ -177,10 +169,8 @@ def _trained_in(raw: Any) -> FinishedTraining | None:
 def begin(
     path: Path, *, resumed_from: Path | None, trained: FinishedTraining | None = None, earlier_seconds: float = 0.0
 ) -> Status:
-    """Write that this process runs now; ``trained`` when only what follows training is left to do.
-
-    Raises:
-        FtcliError: FT723 or FT724 when the file cannot be written.
+    """Write that this process runs now; ``trained`` when only what follows training is left to do. Raises FtcliError
+    FT723 or FT724.
     """
     status = Status(
         "running",
@@ -195,26 +185,15 @@ def begin(
 
 
 def note_trained(path: Path, trained: FinishedTraining) -> Status:
-    """Write that training is over and its result complete.
-
-    Raises:
-        FtcliError: FT723 or FT724 when the file cannot be written.
-    """
+    """Write that training is over and its result complete. Raises FtcliError FT723 or FT724."""
     status = replace(read_status(path) or Status("running", utc_now(), os.getpid()), trained=trained)
     store_json(path, status)
     return status
 
 
 def write_end(path: Path, exit_code: int, *, message: str | None = None, resumable: bool | None = None) -> Status:
-    """Write how the run ended.
-
-    Args:
-        exit_code: The status the process will exit with; the state follows from it.
-        message: One sentence for people, shown in the report.
-        resumable: None: everything but a completed run is.
-
-    Raises:
-        FtcliError: FT723 or FT724 when the file cannot be written.
+    """Write how the run ended, with the status the process will exit with and a sentence for people. ``resumable``:
+    None means all but a completed run. Raises FtcliError FT723 or FT724.
     """
     state = state_of(exit_code)
     started = read_status(path) or Status("running", utc_now(), os.getpid())

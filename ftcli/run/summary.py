@@ -26,18 +26,12 @@ class RunSummary:
     """One run.
 
     Attributes:
-        path: Its directory.
         state: As in status.json; ``killed`` where that says running and no process is known to hold the run.
         step: The last step with a line of metrics; None before the first.
         loss: Of that line, in nats per token.
         eval_loss: Held-out loss of the result, or the last one during training.
-        tasks: Held-out score of each task, from 0 to 1.
-        tokens: Tokens trained on.
         tokens_per_second: Median over the lines of metrics.
-        peak_memory_bytes: The largest of them.
         started: When its last process began, ISO 8601 in UTC.
-        seconds: How long all of its processes took; None while it runs.
-        message: Why it ended, where that needs saying.
         eval_tokens: Tokens that the result's held-out loss is the mean of.
         preferred: Share of held-out pairs in the right order, of a method that measures it.
         damage: What is wrong with its files, each by name; what is sound of them is in the other fields.
@@ -65,10 +59,8 @@ class RunSummary:
 def find_runs(
     folder: Path, depth: int = _DEEPEST, closed: Callable[[Path, str], object] = lambda *_: None
 ) -> Iterator[Path]:
-    """The run directories in ``folder`` and up to ``depth`` levels below it, by name.
-
-    Args:
-        closed: Is told each folder whose content nobody can list, and why.
+    """The run directories in ``folder`` and up to ``depth`` levels below it, by name. ``closed``: is told each folder
+    whose content nobody can list, and why.
     """
     if is_run_directory(folder) or _was_run(folder):
         yield folder

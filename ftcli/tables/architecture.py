@@ -61,10 +61,8 @@ class DeltaNets:
     """Layers whose mixer is a gated delta net (arXiv 2412.06464), beside those that attend.
 
     Attributes:
-        module: The mixer's name in a layer.
         entering: Its linears that read the layer's input: queries, keys and values together; the output's gate; write
             strength; decay.
-        leaving: The linear behind it.
         attention_every: Where the config has no ``layer_types``: every n-th layer attends, n being
             ``full_attention_interval`` where the config has it.
         defaults: The config's sizes where it does not say: key heads, value heads, their features, and the filter's.
@@ -83,9 +81,7 @@ class Latents:
     features and of a rotated key that all heads share; its queries of another latent, or of the input itself.
 
     Modules have the names that DeepSeek gave them. The config's ``rope_interleave`` says which features turn together.
-
-    Attributes:
-        q_rank: Features of the queries' latent where the config has no ``q_lora_rank``. None: there is no such latent.
+    ``q_rank``: features of the queries' latent where the config has no ``q_lora_rank``. None: there is no such latent.
     """
 
     q_rank: int | None
@@ -100,8 +96,6 @@ class Experts:
     ``down_proj_bias`` (E, H) or none.
 
     Attributes:
-        block: The mixture's name in a layer.
-        router: The router's name in the block.
         shared: The name there of an expert that every token goes to.
         shared_gate: That of its own gate, a linear with one output whose sigmoid multiplies it.
         count, used, width: The config's names of the number of experts (the first that it has), of those of a token,
@@ -122,7 +116,6 @@ class Experts:
         beside_mlp: The block is the layer itself: the mixture reads the residual stream, beside the MLP that every
             token goes to. These are the norms behind that, before the experts, and behind them; both are added, and
             normalised again.
-        biases: Experts and router have biases.
         transposed: The stacks are (E, H, 2F) and (E, F, H).
         interleaved: Gate and up take turns in the first stack's features, and are not one behind the other.
         clamped: The unit is gpt-oss's (``ftkernels.primitives.gated_unit``), whatever the config calls the activation.
@@ -168,26 +161,19 @@ class Family:
     """The architecture of one ``model_type``.
 
     Attributes:
-        norms: Where a layer has norms.
         norm: Their form. ``gemma`` multiplies by (1 + weight) in float32 before it casts back, ``plain`` by the weight,
             ``llama`` casts first; all are RMSNorms. ``layer`` is LayerNorm.
         final_norm: The form of the norm at the model's end where that is another.
         norm_bias: The norms, that of the model's end included, have a bias.
         parallel: Both halves of a layer read the same and are added at once: always, never, or as the config says.
-        head_norm: Norms of queries and keys.
         sub_norms: BitNet's two further norms, of width hidden_size and intermediate_size.
         joined: Which projections are one linear layer: q, k and v; gate and up; or each head's query and then the gate
             of its output, in q_proj.
         mlp: Names of the MLP's linears: gate, up and down; or two, with an activation between them.
         output_gate: The linear whose sigmoid multiplies attention's output, by its name in the attention.
-        delta_nets: The layers that do not attend.
-        latents: Attention makes keys and values of latent vectors.
-        experts: The layers whose MLP is a mixture of experts.
         kernels: What ftcli's kernels stand in for: whole layers, or nothing.
         qkv_bias, o_bias, mlp_bias: Which linears have biases.
-        tied: Whether embedding and head are one matrix where the config does not say.
         head_dim: Features of a head where the config does not say; None: hidden_size over heads.
-        activation: transformers' name of the MLP's activation where the config does not say.
         activation_parameters: Elements that the activation itself has in each layer.
         attention_softcap, final_softcap: Caps on scores and logits where the config does not say.
         window: The sliding window where the config does not say; a config may say that there is none.

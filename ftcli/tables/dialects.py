@@ -8,31 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """One tool whose recipes the converter reads.
-
-    Attributes:
-        title: Its name in messages, as in :mod:`ftcli.config.dialects`.
-        code: The dialect's rules: a :class:`ftcli.config.conversion.rules.Rules`.
+    """One tool whose recipes the converter reads: its name in messages, and its
+    :class:`ftcli.config.conversion.rules.Rules`.
     """
 
     title: str
     code: str
 
 
-TABLE: Mapping[str, Dialect] = MappingProxyType(
-    {
-        "axolotl": Dialect("axolotl", "ftcli.config.conversion.axolotl:RULES"),
-        "llama-factory": Dialect("LLaMA-Factory", "ftcli.config.conversion.llama_factory:RULES"),
-        "torchtune": Dialect("torchtune", "ftcli.config.conversion.torchtune:RULES"),
-        "trl": Dialect("TRL", "ftcli.config.conversion.trl:RULES"),
-        "unsloth": Dialect("Unsloth", "ftcli.config.conversion.unsloth:RULES"),
-    }
-)
+TABLE: Mapping[str, Dialect] = {
+    "axolotl": Dialect("axolotl", "ftcli.config.conversion.axolotl:RULES"),
+    "llama-factory": Dialect("LLaMA-Factory", "ftcli.config.conversion.llama_factory:RULES"),
+    "torchtune": Dialect("torchtune", "ftcli.config.conversion.torchtune:RULES"),
+    "trl": Dialect("TRL", "ftcli.config.conversion.trl:RULES"),
+    "unsloth": Dialect("Unsloth", "ftcli.config.conversion.unsloth:RULES"),
+}
 
 
 def names() -> tuple[str, ...]:

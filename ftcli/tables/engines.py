@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,7 +14,6 @@ class LaunchEngine:
         run: Code: ``(work, session, processes) -> result``, runs ``work(group)``, where ``group`` are the ranks that
             work together, or None.
         processes: Most processes that it takes; None: any number.
-        shards: Whether it shards the weights over the processes.
     """
 
     run: str
@@ -26,14 +24,12 @@ class LaunchEngine:
 #: Chooses one of those that take any number of processes, by the memory estimate.
 AUTO = "auto"
 
-TABLE: Mapping[str, LaunchEngine] = MappingProxyType(
-    {
-        AUTO: LaunchEngine("ftcli.pipeline.launch:as_rank"),
-        "single": LaunchEngine("ftcli.pipeline.launch:in_this_process", processes=1),
-        "ddp": LaunchEngine("ftcli.pipeline.launch:as_rank"),
-        "fsdp": LaunchEngine("ftcli.pipeline.launch:as_rank", shards=True),
-    }
-)
+TABLE: Mapping[str, LaunchEngine] = {
+    AUTO: LaunchEngine("ftcli.pipeline.launch:as_rank"),
+    "single": LaunchEngine("ftcli.pipeline.launch:in_this_process", processes=1),
+    "ddp": LaunchEngine("ftcli.pipeline.launch:as_rank"),
+    "fsdp": LaunchEngine("ftcli.pipeline.launch:as_rank", shards=True),
+}
 
 
 def row(name: str) -> LaunchEngine:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 
 from ftcli.tables import Package
 
@@ -25,7 +24,6 @@ class ExportFormat:
         linear_only: It rounds linear layers, and has no place for stacks of experts.
         further: It holds what transformers passes over in the base's files, for programs that look for it.
         of_quantized: Methods of ``quantization`` that it is for alone; empty: it is for every model.
-        package: What it needs beside ftcli.
         size: Code: a function of the :class:`ftcli.export.source.ExportSource` that answers how many bytes it takes on
             disk; None where that is not known before it is written.
         serves: Code: a function of the tokenizer, its stop tokens and the size of the vocabulary that raises FtcliError
@@ -63,59 +61,57 @@ def _rounded(write: str) -> ExportFormat:
     )
 
 
-TABLE: Mapping[str, ExportFormat] = MappingProxyType(
-    {
-        "adapter": ExportFormat(
-            "ftcli.export.adapter:write",
-            needs_adapter=True,
-            masters=True,
-            scores=True,
-            size="ftcli.export.adapter:adapter_bytes",
-        ),
-        "safetensors": ExportFormat(
-            "ftcli.export.safetensors:write",
-            merges=True,
-            masters=True,
-            scores=True,
-            further=True,
-            size="ftcli.export.safetensors:model_bytes",
-        ),
-        "gguf": ExportFormat(
-            "ftcli.export.gguf.write:write",
-            merges=True,
-            llama_cpp=True,
-            masters=True,
-            package=_GGUF,
-            size="ftcli.export.gguf.write:gguf_bytes",
-            serves="ftcli.export.gguf.vocabulary:vocabulary_of",
-        ),
-        "ollama": ExportFormat(
-            "ftcli.export.ollama:write",
-            merges=True,
-            llama_cpp=True,
-            masters=True,
-            package=_GGUF,
-            size="ftcli.export.gguf.write:ollama_bytes",
-            serves="ftcli.export.ollama:require_served",
-        ),
-        "bitnet": ExportFormat(
-            "ftcli.export.bitnet:write",
-            merges=True,
-            whole=True,
-            masters=True,
-            of_quantized=("bitnet",),
-            size="ftcli.export.bitnet:bitnet_bytes",
-        ),
-        "fp8": _rounded("floats:write_fp8"),
-        "fp8_static": _rounded("floats:write_fp8_static"),
-        "w8a8": _rounded("integers:write_w8a8"),
-        "w4a16": _rounded("integers:write_w4a16"),
-        "gptq": _rounded("integers:write_gptq"),
-        "awq": _rounded("integers:write_awq"),
-        "nvfp4": _rounded("floats:write_nvfp4"),
-        "mxfp4": _rounded("floats:write_mxfp4"),
-    }
-)
+TABLE: Mapping[str, ExportFormat] = {
+    "adapter": ExportFormat(
+        "ftcli.export.adapter:write",
+        needs_adapter=True,
+        masters=True,
+        scores=True,
+        size="ftcli.export.adapter:adapter_bytes",
+    ),
+    "safetensors": ExportFormat(
+        "ftcli.export.safetensors:write",
+        merges=True,
+        masters=True,
+        scores=True,
+        further=True,
+        size="ftcli.export.safetensors:model_bytes",
+    ),
+    "gguf": ExportFormat(
+        "ftcli.export.gguf.write:write",
+        merges=True,
+        llama_cpp=True,
+        masters=True,
+        package=_GGUF,
+        size="ftcli.export.gguf.write:gguf_bytes",
+        serves="ftcli.export.gguf.vocabulary:vocabulary_of",
+    ),
+    "ollama": ExportFormat(
+        "ftcli.export.ollama:write",
+        merges=True,
+        llama_cpp=True,
+        masters=True,
+        package=_GGUF,
+        size="ftcli.export.gguf.write:ollama_bytes",
+        serves="ftcli.export.ollama:require_served",
+    ),
+    "bitnet": ExportFormat(
+        "ftcli.export.bitnet:write",
+        merges=True,
+        whole=True,
+        masters=True,
+        of_quantized=("bitnet",),
+        size="ftcli.export.bitnet:bitnet_bytes",
+    ),
+    "fp8": _rounded("floats:write_fp8"),
+    "fp8_static": _rounded("floats:write_fp8_static"),
+    "w8a8": _rounded("integers:write_w8a8"),
+    "w4a16": _rounded("integers:write_w4a16"),
+    "gptq": _rounded("integers:write_gptq"),
+    "awq": _rounded("integers:write_awq"),
+    "nvfp4": _rounded("floats:write_nvfp4"),
+    "mxfp4": _rounded("floats:write_mxfp4"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +119,6 @@ class AdapterServer:
     """A program that serves adapters beside their base, by its rules of names and config.
 
     Attributes:
-        name: The program's.
         ignored: Keys of adapter_config.json that it passes over, though they say other scales.
         scale: Which scale it takes then.
         ranks: What it can be told to make room for; empty: any.

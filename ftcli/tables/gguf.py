@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Literal
 
 _QKV = ("q_proj", "k_proj", "v_proj")
@@ -20,7 +19,6 @@ class Architecture:
     """The model that llama.cpp builds for a value of the metadata ``general.architecture``.
 
     Attributes:
-        name: What the file says.
         permuted: It rotates neighbouring features of a head, where transformers rotates those half a head apart: the
             rows of q and k are stored in that order.
         shifted: It multiplies by a norm's weight, where transformers multiplies by (1 + weight).
@@ -41,7 +39,6 @@ class Architecture:
         delta_nets: Layers between those that attend are gated delta nets: the value heads of a key head lie as far
             apart as there are key heads, and the norm of what they give is no ``shifted`` one.
         head_dim: A head's size is read; None: it is always hidden_size over heads.
-        activation: The MLP's, by transformers' name.
         experts: It chooses among experts, and weighs those it has chosen by what a softmax over all gives (``raw``), by
             that brought to a sum of one (``normalised``), or by a softmax over these (``chosen``). None: it has none.
         transposed: transformers has stacks of experts as (E, in, out) and of gate and up projection each second column,
@@ -90,109 +87,103 @@ _ALL_BIASES = (*_QKV, "o_proj", "gate_proj", "up_proj", "down_proj")
 _NORM_BIASES = ("input_layernorm", "post_attention_layernorm", "norm")
 
 #: By ``model_type`` of the language model.
-ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
-    {
-        "llama": Architecture("llama", permuted=True, biases=_ALL_BIASES, factors=_LLAMA3),
-        "mistral": Architecture("llama", permuted=True, biases=_ALL_BIASES, factors=_LLAMA3),
-        "ministral3": Architecture("mistral3", permuted=True, biases=_ALL_BIASES, factors=_LLAMA3),
-        "qwen2": Architecture("qwen2", head_dim=False),
-        "qwen3": Architecture("qwen3"),
-        "gemma": Architecture("gemma", shifted=True, tied=True, activation=_GELU),
-        "gemma2": Architecture("gemma2", shifted=True, tied=True, window=True, large_layers=46, activation=_GELU),
-        "gemma3_text": Architecture("gemma3", shifted=True, window=True, large_layers=62, activation=_GELU),
-        "gemma4_text": Architecture(
-            "gemma4", tied=True, window=True, activation=_GELU, experts="normalised", varied=True, merges="gemma4"
+ARCHITECTURES: Mapping[str, Architecture] = {
+    "llama": Architecture("llama", permuted=True, biases=_ALL_BIASES, factors=_LLAMA3),
+    "mistral": Architecture("llama", permuted=True, biases=_ALL_BIASES, factors=_LLAMA3),
+    "ministral3": Architecture("mistral3", permuted=True, biases=_ALL_BIASES, factors=_LLAMA3),
+    "qwen2": Architecture("qwen2", head_dim=False),
+    "qwen3": Architecture("qwen3"),
+    "gemma": Architecture("gemma", shifted=True, tied=True, activation=_GELU),
+    "gemma2": Architecture("gemma2", shifted=True, tied=True, window=True, large_layers=46, activation=_GELU),
+    "gemma3_text": Architecture("gemma3", shifted=True, window=True, large_layers=62, activation=_GELU),
+    "gemma4_text": Architecture(
+        "gemma4", tied=True, window=True, activation=_GELU, experts="normalised", varied=True, merges="gemma4"
+    ),
+    "gemma4_unified_text": Architecture(
+        "gemma4", tied=True, window=True, activation=_GELU, varied=True, merges="gemma4"
+    ),
+    "gpt_oss": Architecture(
+        "gpt-oss", window=True, biases=(*_QKV, "o_proj", "router"), experts="chosen", transposed=True
+    ),
+    "qwen2_vl_text": Architecture("qwen2vl", sections=True, head_dim=False, fault=_EPSILON),
+    "qwen2_5_vl_text": Architecture("qwen2vl", sections=True, head_dim=False, fault=_EPSILON),
+    "qwen3_vl_text": Architecture("qwen3vl", sections=True, interleaved=True),
+    "qwen3_5_text": Architecture(
+        "qwen35", shifted=True, biases=(), rotates_part=True, sections=True, interleaved=True, delta_nets=True
+    ),
+    "phi3": Architecture("phi3", biases=(), head_dim=False, rotates_part=True, factors=("longrope",)),
+    "smollm3": Architecture("smollm3", permuted=True, unrotated_every=4),
+    "olmo2": Architecture("olmo2", head_dim=False, own_head=True),
+    "olmo3": Architecture("olmo2", window=True, head_dim=False, own_head=True),
+    "granite": Architecture(
+        "granite",
+        permuted=True,
+        biases=_ALL_BIASES,
+        factors=_LLAMA3,
+        scales=(
+            ("logit_scale", "logits_scaling"),
+            ("residual_scale", "residual_multiplier"),
+            ("embedding_scale", "embedding_multiplier"),
+            ("attention.scale", "attention_multiplier"),
         ),
-        "gemma4_unified_text": Architecture(
-            "gemma4", tied=True, window=True, activation=_GELU, varied=True, merges="gemma4"
-        ),
-        "gpt_oss": Architecture(
-            "gpt-oss", window=True, biases=(*_QKV, "o_proj", "router"), experts="chosen", transposed=True
-        ),
-        "qwen2_vl_text": Architecture("qwen2vl", sections=True, head_dim=False, fault=_EPSILON),
-        "qwen2_5_vl_text": Architecture("qwen2vl", sections=True, head_dim=False, fault=_EPSILON),
-        "qwen3_vl_text": Architecture("qwen3vl", sections=True, interleaved=True),
-        "qwen3_5_text": Architecture(
-            "qwen35", shifted=True, biases=(), rotates_part=True, sections=True, interleaved=True, delta_nets=True
-        ),
-        "phi3": Architecture("phi3", biases=(), head_dim=False, rotates_part=True, factors=("longrope",)),
-        "smollm3": Architecture("smollm3", permuted=True, unrotated_every=4),
-        "olmo2": Architecture("olmo2", head_dim=False, own_head=True),
-        "olmo3": Architecture("olmo2", window=True, head_dim=False, own_head=True),
-        "granite": Architecture(
-            "granite",
-            permuted=True,
-            biases=_ALL_BIASES,
-            factors=_LLAMA3,
-            scales=(
-                ("logit_scale", "logits_scaling"),
-                ("residual_scale", "residual_multiplier"),
-                ("embedding_scale", "embedding_multiplier"),
-                ("attention.scale", "attention_multiplier"),
-            ),
-        ),
-        "arcee": Architecture("arcee", permuted=True, activation="relu2", factors=_LLAMA3),
-        "jais2": Architecture(
-            "jais2",
-            biases=(*_QKV, "o_proj", "up_proj", "down_proj", *_NORM_BIASES),
-            all_biases=True,
-            epsilon="layer_norm_eps",
-            activation="relu2",
-        ),
-        "apertus": Architecture(
-            "apertus", biases=(*_QKV, "o_proj"), own_head=True, activation="xielu", factors=_LLAMA3
-        ),
-        "exaone4": Architecture("exaone4", window=True, windowed_at=64, head_dim=False, factors=_LLAMA3),
-        "cohere2": Architecture(
-            "cohere2",
-            tied=True,
-            window=True,
-            head_dim=False,
-            epsilon="layer_norm_eps",
-            scales=(("logit_scale", "logit_scale"),),
-        ),
-        "glm": Architecture("chatglm", head_dim=False, rotates_part=True),
-        "glm4": Architecture("glm4", rotates_part=True),
-        "starcoder2": Architecture(
-            "starcoder2",
-            biases=(*_QKV, "o_proj", "c_fc", "c_proj", *_NORM_BIASES),
-            all_biases=True,
-            head_dim=False,
-            epsilon="norm_epsilon",
-            activation=_GELU,
-        ),
-        "stablelm": Architecture(
-            "stablelm",
-            biases=(*_QKV, *_NORM_BIASES),
-            head_dim=False,
-            own_head=True,
-            epsilon="layer_norm_eps",
-            rotates_part=True,
-        ),
-        "seed_oss": Architecture("seed_oss"),
-        "ernie4_5": Architecture("ernie4_5"),
-        "hunyuan_v1_dense": Architecture("hunyuan-dense"),
-        "mixtral": Architecture("llama", permuted=True, biases=_ALL_BIASES, factors=_LLAMA3, experts="normalised"),
-        "qwen2_moe": Architecture("qwen2moe", head_dim=False, experts="raw", own_head=True),
-        "qwen3_moe": Architecture("qwen3moe", experts="normalised"),
-        "bitnet": Architecture("bitnet", tied=True, biases=(), head_dim=False),
-    }
-)
+    ),
+    "arcee": Architecture("arcee", permuted=True, activation="relu2", factors=_LLAMA3),
+    "jais2": Architecture(
+        "jais2",
+        biases=(*_QKV, "o_proj", "up_proj", "down_proj", *_NORM_BIASES),
+        all_biases=True,
+        epsilon="layer_norm_eps",
+        activation="relu2",
+    ),
+    "apertus": Architecture("apertus", biases=(*_QKV, "o_proj"), own_head=True, activation="xielu", factors=_LLAMA3),
+    "exaone4": Architecture("exaone4", window=True, windowed_at=64, head_dim=False, factors=_LLAMA3),
+    "cohere2": Architecture(
+        "cohere2",
+        tied=True,
+        window=True,
+        head_dim=False,
+        epsilon="layer_norm_eps",
+        scales=(("logit_scale", "logit_scale"),),
+    ),
+    "glm": Architecture("chatglm", head_dim=False, rotates_part=True),
+    "glm4": Architecture("glm4", rotates_part=True),
+    "starcoder2": Architecture(
+        "starcoder2",
+        biases=(*_QKV, "o_proj", "c_fc", "c_proj", *_NORM_BIASES),
+        all_biases=True,
+        head_dim=False,
+        epsilon="norm_epsilon",
+        activation=_GELU,
+    ),
+    "stablelm": Architecture(
+        "stablelm",
+        biases=(*_QKV, *_NORM_BIASES),
+        head_dim=False,
+        own_head=True,
+        epsilon="layer_norm_eps",
+        rotates_part=True,
+    ),
+    "seed_oss": Architecture("seed_oss"),
+    "ernie4_5": Architecture("ernie4_5"),
+    "hunyuan_v1_dense": Architecture("hunyuan-dense"),
+    "mixtral": Architecture("llama", permuted=True, biases=_ALL_BIASES, factors=_LLAMA3, experts="normalised"),
+    "qwen2_moe": Architecture("qwen2moe", head_dim=False, experts="raw", own_head=True),
+    "qwen3_moe": Architecture("qwen3moe", experts="normalised"),
+    "bitnet": Architecture("bitnet", tied=True, biases=(), head_dim=False),
+}
 #: By ``model_type`` and activation, where that makes another architecture. Microsoft's fork of llama.cpp has this one
 #: (its ``build_bitnet_158``); llama.cpp's own ``bitnet`` computes SiLU.
-BY_ACTIVATION: Mapping[tuple[str, str], Architecture] = MappingProxyType(
-    {
-        ("bitnet", "relu2"): Architecture(
-            "bitnet-b1.58",
-            tied=True,
-            biases=(),
-            head_dim=False,
-            activation="relu2",
-            only_in="bitnet.cpp",
-            named_as="bitnet",
-        ),
-    }
-)
+BY_ACTIVATION: Mapping[tuple[str, str], Architecture] = {
+    ("bitnet", "relu2"): Architecture(
+        "bitnet-b1.58",
+        tied=True,
+        biases=(),
+        head_dim=False,
+        activation="relu2",
+        only_in="bitnet.cpp",
+        named_as="bitnet",
+    ),
+}
 
 
 #: Why a model is not written whose layers have norms on their inputs.
@@ -216,8 +207,6 @@ class StoredType:
     """A type of a file's matrices.
 
     Attributes:
-        ggml: Its name in the gguf library.
-        file_type: Number of ``general.file_type``.
         error: Largest error of a weight, as a share of the largest one in its block of 32 (of the weight itself for
             the 16-bit ones); 0 for float32. A test holds it.
         steps: The largest number that a block's scale is multiplied by: the scale is float16, whose own error counts so
@@ -242,29 +231,27 @@ class StoredType:
     weighed: bool = False
 
 
-TYPES: Mapping[str, StoredType] = MappingProxyType(
-    {
-        "f32": StoredType("F32", 0, 0.0, 1e-5),
-        "f16": StoredType("F16", 1, 2.0**-11, 0.02),
-        "bf16": StoredType("BF16", 32, 2.0**-8, 0.1),
-        "q8_0": StoredType("Q8_0", 7, 0.0045, 0.25, block=32, steps=127),
-        "q5_1": StoredType("Q5_1", 9, 0.036, 0.5, outer="q8_0", block=32, steps=31),
-        "q5_0": StoredType("Q5_0", 8, 0.0636, 0.5, outer="q8_0", block=32, steps=16),
-        "q4_1": StoredType("Q4_1", 3, 0.071, 0.8, outer="q8_0", block=32, steps=15),
-        "q4_0": StoredType("Q4_0", 2, 0.127, 0.8, outer="q8_0", block=32, steps=8),
-        "tq2_0": StoredType("TQ2_0", 37, 2.0**-11, 0.02, outer="f16", block=256, ternary=True),
-        "tq1_0": StoredType("TQ1_0", 36, 2.0**-11, 0.02, outer="f16", block=256, ternary=True),
-        "q6_k": StoredType("Q6_K", 18, 0.0, 0.5, quantized_by="bf16"),
-        "q5_k_m": StoredType("Q5_K_M", 17, 0.0, 0.5, quantized_by="bf16"),
-        "q5_k_s": StoredType("Q5_K_S", 16, 0.0, 0.5, quantized_by="bf16"),
-        "q4_k_m": StoredType("Q4_K_M", 15, 0.0, 0.8, quantized_by="bf16"),
-        "q4_k_s": StoredType("Q4_K_S", 14, 0.0, 0.8, quantized_by="bf16"),
-        "q3_k_m": StoredType("Q3_K_M", 12, 0.0, 1.0, quantized_by="bf16"),
-        "iq4_xs": StoredType("IQ4_XS", 30, 0.0, 0.8, quantized_by="bf16", weighed=True),
-        "iq3_m": StoredType("IQ3_M", 27, 0.0, 1.0, quantized_by="bf16", weighed=True),
-        "iq2_m": StoredType("IQ2_M", 29, 0.0, 1.2, quantized_by="bf16", weighed=True),
-    }
-)
+TYPES: Mapping[str, StoredType] = {
+    "f32": StoredType("F32", 0, 0.0, 1e-5),
+    "f16": StoredType("F16", 1, 2.0**-11, 0.02),
+    "bf16": StoredType("BF16", 32, 2.0**-8, 0.1),
+    "q8_0": StoredType("Q8_0", 7, 0.0045, 0.25, block=32, steps=127),
+    "q5_1": StoredType("Q5_1", 9, 0.036, 0.5, outer="q8_0", block=32, steps=31),
+    "q5_0": StoredType("Q5_0", 8, 0.0636, 0.5, outer="q8_0", block=32, steps=16),
+    "q4_1": StoredType("Q4_1", 3, 0.071, 0.8, outer="q8_0", block=32, steps=15),
+    "q4_0": StoredType("Q4_0", 2, 0.127, 0.8, outer="q8_0", block=32, steps=8),
+    "tq2_0": StoredType("TQ2_0", 37, 2.0**-11, 0.02, outer="f16", block=256, ternary=True),
+    "tq1_0": StoredType("TQ1_0", 36, 2.0**-11, 0.02, outer="f16", block=256, ternary=True),
+    "q6_k": StoredType("Q6_K", 18, 0.0, 0.5, quantized_by="bf16"),
+    "q5_k_m": StoredType("Q5_K_M", 17, 0.0, 0.5, quantized_by="bf16"),
+    "q5_k_s": StoredType("Q5_K_S", 16, 0.0, 0.5, quantized_by="bf16"),
+    "q4_k_m": StoredType("Q4_K_M", 15, 0.0, 0.8, quantized_by="bf16"),
+    "q4_k_s": StoredType("Q4_K_S", 14, 0.0, 0.8, quantized_by="bf16"),
+    "q3_k_m": StoredType("Q3_K_M", 12, 0.0, 1.0, quantized_by="bf16"),
+    "iq4_xs": StoredType("IQ4_XS", 30, 0.0, 0.8, quantized_by="bf16", weighed=True),
+    "iq3_m": StoredType("IQ3_M", 27, 0.0, 1.0, quantized_by="bf16", weighed=True),
+    "iq2_m": StoredType("IQ2_M", 29, 0.0, 1.2, quantized_by="bf16", weighed=True),
+}
 
 
 def type_names() -> tuple[str, ...]:
@@ -273,9 +260,7 @@ def type_names() -> tuple[str, ...]:
 
 
 def architecture_of(model_type: str, activation: str = "") -> Architecture | None:
-    """The row of a language model; None if ftcli does not know how llama.cpp builds it.
-
-    Args:
-        activation: The MLP's, by transformers' name, where it is known.
+    """The row of a language model; None if ftcli does not know how llama.cpp builds it. ``activation``: the MLP's, by
+    transformers' name, where it is known.
     """
     return BY_ACTIVATION.get((model_type, activation)) or ARCHITECTURES.get(model_type)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Literal
 
 #: What ``model.train`` may name.
@@ -86,43 +85,41 @@ _QWEN = ImageTokens(
 )
 
 #: By ``model_type`` of the whole checkpoint.
-TABLE: Mapping[str, ImageTokens] = MappingProxyType(
-    {
-        "qwen2_5_vl": _QWEN,
-        "qwen3_vl": _QWEN,
-        "qwen3_vl_moe": _QWEN,
-        "qwen3_5": _QWEN,
-        "qwen3_5_moe": _QWEN,
-        "gemma3": ImageTokens(
-            placeholder="<start_of_image>",
-            token="<image_soft_token>",  # noqa: S106 - a token of a vocabulary
-            grid="ftcli.data.vision:as_many_as_said",
-            tower="ftcli.model.vision:gemma3",
-            example="ftcli.model.vision:example_of_gemma3",
-            settles="ftcli.data.vision:takes_no_crops",
-            written="\n\n<start_of_image><image_soft_token><end_of_image>\n\n",
-            marks="token_type_ids",
-            both_ways="all",
-        ),
-        "gemma4": ImageTokens(
-            placeholder="",
-            token="",
-            grid="ftcli.data.vision:pooled_patches",
-            tower="ftcli.model.vision:gemma4",
-            example="ftcli.model.vision:example_of_gemma4",
-            both_ways="windows",
-            by_ids=("boi_token_id", "image_token_id", "eoi_token_id"),
-            projector=("embed_vision",),
-        ),
-        "mistral3": ImageTokens(
-            placeholder="[IMG]",
-            token="[IMG]",  # noqa: S106 - a token of a vocabulary
-            grid="ftcli.data.vision:pixtral_patches",
-            tower="ftcli.model.vision:mistral3",
-            example="ftcli.model.vision:example_of_mistral3",
-            settles="ftcli.data.vision:merges_patches",
-            ends=("[IMG_BREAK]", "[IMG_END]"),
-            marks=None,
-        ),
-    }
-)
+TABLE: Mapping[str, ImageTokens] = {
+    "qwen2_5_vl": _QWEN,
+    "qwen3_vl": _QWEN,
+    "qwen3_vl_moe": _QWEN,
+    "qwen3_5": _QWEN,
+    "qwen3_5_moe": _QWEN,
+    "gemma3": ImageTokens(
+        placeholder="<start_of_image>",
+        token="<image_soft_token>",  # noqa: S106 - a token of a vocabulary
+        grid="ftcli.data.vision:as_many_as_said",
+        tower="ftcli.model.vision:gemma3",
+        example="ftcli.model.vision:example_of_gemma3",
+        settles="ftcli.data.vision:takes_no_crops",
+        written="\n\n<start_of_image><image_soft_token><end_of_image>\n\n",
+        marks="token_type_ids",
+        both_ways="all",
+    ),
+    "gemma4": ImageTokens(
+        placeholder="",
+        token="",
+        grid="ftcli.data.vision:pooled_patches",
+        tower="ftcli.model.vision:gemma4",
+        example="ftcli.model.vision:example_of_gemma4",
+        both_ways="windows",
+        by_ids=("boi_token_id", "image_token_id", "eoi_token_id"),
+        projector=("embed_vision",),
+    ),
+    "mistral3": ImageTokens(
+        placeholder="[IMG]",
+        token="[IMG]",  # noqa: S106 - a token of a vocabulary
+        grid="ftcli.data.vision:pixtral_patches",
+        tower="ftcli.model.vision:mistral3",
+        example="ftcli.model.vision:example_of_mistral3",
+        settles="ftcli.data.vision:merges_patches",
+        ends=("[IMG_BREAK]", "[IMG_END]"),
+        marks=None,
+    ),
+}

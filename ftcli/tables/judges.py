@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 
 from ftcli.tables import Package
 
@@ -42,38 +41,32 @@ class BuiltinJudge:
         return (*self.options, *(("answer",) if self.compares else ()), *(("on_error",) if self.fails else ()))
 
 
-TABLE: Mapping[str, BuiltinJudge] = MappingProxyType(
-    {
-        "exact_match": BuiltinJudge(
-            "ftcli.judges.builtin:exact_match", compares=True, options=("extract",), fails=True
-        ),
-        "contains": BuiltinJudge("ftcli.judges.builtin:contains", compares=True),
-        "regex": BuiltinJudge("ftcli.judges.builtin:regex", options=("pattern",), needs=("pattern",), fails=True),
-        "json_valid": BuiltinJudge("ftcli.judges.builtin:json_valid", options=("json_schema",), fails=True),
-        "length": BuiltinJudge("ftcli.judges.builtin:length", options=("min_chars", "max_chars"), needs=("max_chars",)),
-        "math_verify": BuiltinJudge(
-            "ftcli.judges.builtin:math_verify",
-            compares=True,
-            options=("timeout",),
-            fails=True,
-            package=Package("math-verify", "ftcli[math]", "math_verify in rewards and tasks"),
-        ),
-        "reward_model": BuiltinJudge(
-            "ftcli.judges.reward_model:reward_model", options=("model",), needs=("model",), fails=True, model=True
-        ),
-        "llm_judge": BuiltinJudge(
-            "ftcli.judges.endpoint:LlmJudge",
-            options=("endpoint", "extract"),
-            needs=("endpoint",),
-            fails=True,
-            model=True,
-            remote=True,
-        ),
-        "python_tests": BuiltinJudge(
-            "ftcli.judges.builtin:python_tests", compares=True, options=("timeout", "memory_mb")
-        ),
-    }
-)
+TABLE: Mapping[str, BuiltinJudge] = {
+    "exact_match": BuiltinJudge("ftcli.judges.builtin:exact_match", compares=True, options=("extract",), fails=True),
+    "contains": BuiltinJudge("ftcli.judges.builtin:contains", compares=True),
+    "regex": BuiltinJudge("ftcli.judges.builtin:regex", options=("pattern",), needs=("pattern",), fails=True),
+    "json_valid": BuiltinJudge("ftcli.judges.builtin:json_valid", options=("json_schema",), fails=True),
+    "length": BuiltinJudge("ftcli.judges.builtin:length", options=("min_chars", "max_chars"), needs=("max_chars",)),
+    "math_verify": BuiltinJudge(
+        "ftcli.judges.builtin:math_verify",
+        compares=True,
+        options=("timeout",),
+        fails=True,
+        package=Package("math-verify", "ftcli[math]", "math_verify in rewards and tasks"),
+    ),
+    "reward_model": BuiltinJudge(
+        "ftcli.judges.reward_model:reward_model", options=("model",), needs=("model",), fails=True, model=True
+    ),
+    "llm_judge": BuiltinJudge(
+        "ftcli.judges.endpoint:LlmJudge",
+        options=("endpoint", "extract"),
+        needs=("endpoint",),
+        fails=True,
+        model=True,
+        remote=True,
+    ),
+    "python_tests": BuiltinJudge("ftcli.judges.builtin:python_tests", compares=True, options=("timeout", "memory_mb")),
+}
 
 
 def names() -> tuple[str, ...]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +19,6 @@ class RowLayout:
         optional: Further columns that are read where they are there.
         conversation: Columns that hold the conversation itself; judges get the rendered prompt in their place.
         unit: Training rows that one of its rows makes, which are kept or dropped together; 2 for pairs.
-        labelled: Its rows call answers good or bad.
     """
 
     columns: tuple[str, ...]
@@ -46,68 +44,66 @@ class RowLayout:
 _OF_CHATS = ("tools", "functions", "chat_template_kwargs", "images", "image")
 
 #: In the order in which ``format: auto`` tries them.
-TABLE: Mapping[str, RowLayout] = MappingProxyType(
-    {
-        "messages": RowLayout(
-            ("messages",),
-            "ftcli.rows.layouts.messages:understand",
-            optional=_OF_CHATS,
-            conversation=("messages",),
+TABLE: Mapping[str, RowLayout] = {
+    "messages": RowLayout(
+        ("messages",),
+        "ftcli.rows.layouts.messages:understand",
+        optional=_OF_CHATS,
+        conversation=("messages",),
+    ),
+    "sharegpt": RowLayout(
+        ("conversations",),
+        "ftcli.rows.layouts.prompted:understand_sharegpt",
+        optional=("system", *_OF_CHATS),
+        conversation=("conversations",),
+    ),
+    "prompt_completion": RowLayout(
+        ("prompt", "completion"),
+        "ftcli.rows.layouts.prompted:understand_completion",
+        loss_on=("completion", "assistant", "all"),
+        optional=_OF_CHATS,
+        conversation=("prompt", "completion"),
+    ),
+    "prompt_answer": RowLayout(
+        ("prompt", "answer"),
+        "ftcli.rows.layouts.prompted:understand_answer",
+        optional=_OF_CHATS,
+        conversation=("prompt",),
+    ),
+    "alpaca": RowLayout(
+        ("instruction", "output"),
+        "ftcli.rows.layouts.prompted:understand_instruction",
+        optional=("input", "system", "history", *_OF_CHATS),
+    ),
+    "text": RowLayout(("text",), "ftcli.rows.layouts.prompted:understand_text", loss_on=("all",), asks=False),
+    "tokenized": RowLayout(
+        ("input_ids", "labels"),
+        "ftcli.rows.layouts.prompted:understand_tokenized",
+        loss_on=("all",),
+        asks=False,
+        optional=("attention_mask", "position_ids"),
+    ),
+    "preference": RowLayout(
+        ("chosen", "rejected"),
+        "ftcli.methods.preference.rows:understand",
+        loss_on=("completion", "assistant"),
+        optional=("prompt", "margin", *_OF_CHATS),
+        conversation=("prompt", "chosen", "rejected"),
+        unit=2,
+    ),
+    "labelled": RowLayout(
+        (),
+        "ftcli.methods.kto.rows:understand",
+        loss_on=("completion", "assistant"),
+        optional=(
+            *("label", "kto_tag", "prompt", "completion", "messages", "conversations", "chosen", "rejected"),
+            *("instruction", "input", "output", "system", "history"),
+            *_OF_CHATS,
         ),
-        "sharegpt": RowLayout(
-            ("conversations",),
-            "ftcli.rows.layouts.prompted:understand_sharegpt",
-            optional=("system", *_OF_CHATS),
-            conversation=("conversations",),
-        ),
-        "prompt_completion": RowLayout(
-            ("prompt", "completion"),
-            "ftcli.rows.layouts.prompted:understand_completion",
-            loss_on=("completion", "assistant", "all"),
-            optional=_OF_CHATS,
-            conversation=("prompt", "completion"),
-        ),
-        "prompt_answer": RowLayout(
-            ("prompt", "answer"),
-            "ftcli.rows.layouts.prompted:understand_answer",
-            optional=_OF_CHATS,
-            conversation=("prompt",),
-        ),
-        "alpaca": RowLayout(
-            ("instruction", "output"),
-            "ftcli.rows.layouts.prompted:understand_instruction",
-            optional=("input", "system", "history", *_OF_CHATS),
-        ),
-        "text": RowLayout(("text",), "ftcli.rows.layouts.prompted:understand_text", loss_on=("all",), asks=False),
-        "tokenized": RowLayout(
-            ("input_ids", "labels"),
-            "ftcli.rows.layouts.prompted:understand_tokenized",
-            loss_on=("all",),
-            asks=False,
-            optional=("attention_mask", "position_ids"),
-        ),
-        "preference": RowLayout(
-            ("chosen", "rejected"),
-            "ftcli.methods.preference.rows:understand",
-            loss_on=("completion", "assistant"),
-            optional=("prompt", "margin", *_OF_CHATS),
-            conversation=("prompt", "chosen", "rejected"),
-            unit=2,
-        ),
-        "labelled": RowLayout(
-            (),
-            "ftcli.methods.kto.rows:understand",
-            loss_on=("completion", "assistant"),
-            optional=(
-                *("label", "kto_tag", "prompt", "completion", "messages", "conversations", "chosen", "rejected"),
-                *("instruction", "input", "output", "system", "history"),
-                *_OF_CHATS,
-            ),
-            conversation=("prompt", "completion", "messages", "conversations", "chosen", "rejected"),
-            labelled=True,
-        ),
-    }
-)
+        conversation=("prompt", "completion", "messages", "conversations", "chosen", "rejected"),
+        labelled=True,
+    ),
+}
 
 
 def names() -> tuple[str, ...]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,9 +11,6 @@ class Logger:
     """One metrics logger.
 
     Attributes:
-        package: The package that it needs, as it is imported and installed.
-        install: What to give to ``pip install``.
-        about: One sentence for the documentation.
         code: Its class, or a function that opens it, ``package.module:attribute`` (``ftcli.run.loggers.OpenLogger``).
         environment: Environment variables while a command runs, where the user has not set them.
         buffered: It loses its latest numbers when the process is killed. After a resume it is given them again, and
@@ -31,44 +27,42 @@ class Logger:
     settings: bool = False
 
 
-TABLE: Mapping[str, Logger] = MappingProxyType(
-    {
-        "tensorboard": Logger(
-            package="tensorboard",
-            install="ftcli[tensorboard]",
-            about="Also write TensorBoard files, to `tensorboard/` in the run directory.",
-            code="ftcli.run.loggers:TensorBoardLogger",
-        ),
-        "wandb": Logger(
-            package="wandb",
-            install="ftcli[wandb]",
-            about="Also log to Weights & Biases; a section says to which project, entity and group.",
-            code="ftcli.run.loggers:WandbLogger",
-            environment={"WANDB_ERROR_REPORTING": "false", "WANDB_PROJECT": "ftcli"},
-            buffered=True,
-            settings=True,
-        ),
-        "trackio": Logger(
-            package="trackio",
-            install="ftcli[trackio]",
-            about="Also log to Trackio, project `ftcli`.",
-            code="ftcli.run.loggers:TrackioLogger",
-        ),
-        "mlflow": Logger(
-            package="mlflow",
-            install="ftcli[mlflow]",
-            about="Also log to MLflow, experiment `ftcli`.",
-            code="ftcli.run.loggers:MlflowLogger",
-            # Its own seven retries of two minutes would hold training up for longer than a curve is worth.
-            environment={
-                "MLFLOW_DISABLE_TELEMETRY": "true",
-                "MLFLOW_LOGGING_LEVEL": "WARNING",
-                "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "3",
-                "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
-            },
-        ),
-    }
-)
+TABLE: Mapping[str, Logger] = {
+    "tensorboard": Logger(
+        package="tensorboard",
+        install="ftcli[tensorboard]",
+        about="Also write TensorBoard files, to `tensorboard/` in the run directory.",
+        code="ftcli.run.loggers:TensorBoardLogger",
+    ),
+    "wandb": Logger(
+        package="wandb",
+        install="ftcli[wandb]",
+        about="Also log to Weights & Biases; a section says to which project, entity and group.",
+        code="ftcli.run.loggers:WandbLogger",
+        environment={"WANDB_ERROR_REPORTING": "false", "WANDB_PROJECT": "ftcli"},
+        buffered=True,
+        settings=True,
+    ),
+    "trackio": Logger(
+        package="trackio",
+        install="ftcli[trackio]",
+        about="Also log to Trackio, project `ftcli`.",
+        code="ftcli.run.loggers:TrackioLogger",
+    ),
+    "mlflow": Logger(
+        package="mlflow",
+        install="ftcli[mlflow]",
+        about="Also log to MLflow, experiment `ftcli`.",
+        code="ftcli.run.loggers:MlflowLogger",
+        # Its own seven retries of two minutes would hold training up for longer than a curve is worth.
+        environment={
+            "MLFLOW_DISABLE_TELEMETRY": "true",
+            "MLFLOW_LOGGING_LEVEL": "WARNING",
+            "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "3",
+            "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
+        },
+    ),
+}
 
 
 def names() -> tuple[str, ...]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 from typing import Any
 
 from ftcli.tables import code_of, layouts
@@ -19,10 +18,6 @@ class Method:
     """One training method.
 
     Attributes:
-        name: As in ``train.method``, or of its own section.
-        command: The command that trains with it.
-        title: Its name in messages.
-        help: The help text of its command.
         run: Code: ``(loaded, session) -> result``, the whole command; of one ``on_ranks`` also
             ``(loaded, session, group)``.
         dry: Code: ``(loaded, session) -> result``, what its command does instead with ``--dry-rewards``; None: nothing.
@@ -46,12 +41,8 @@ class Method:
         from_prompts: Its rows are prompts, which the model answers. Rows of other methods hold the answers too.
         classifier: What it trains is a sequence classifier with one number (:mod:`ftcli.model.score_head`).
         scores_tasks: `eval.tasks` are scored before and after training.
-        packs: It supports ``data.packing``.
-        mixes: It supports weights of sources.
-        repeats: It supports epochs of sources.
         goes_on: It can go on from an adapter: it has no reference, which would be the model without it.
         sees: Its rows may have images.
-        on_ranks: Several processes can train with it.
         timed: `ftcli bench` times its own steps; else those of supervised fine-tuning at the same batch.
         length: The recipe key that is lowered where rows are too long.
         structural: Recipe keys that the tensors of its checkpoints depend on, beside the common ones.
@@ -69,8 +60,8 @@ class Method:
     memory: str
     dry: str | None = None
     section: str | None = None
-    defaults: Mapping[str, float | str] = field(default_factory=lambda: MappingProxyType({}))
-    full_defaults: Mapping[str, float | str] = field(default_factory=lambda: MappingProxyType({}))
+    defaults: Mapping[str, float | str] = field(default_factory=dict)
+    full_defaults: Mapping[str, float | str] = field(default_factory=dict)
     unit: int = 1
     trains: str | None = None
     charts: str | None = None
@@ -94,7 +85,7 @@ class Method:
     structural: tuple[str, ...] = ()
     counts_micro_batches: tuple[str, ...] = ()
     told: tuple[str, ...] = ()
-    supports: Mapping[str, tuple[Any, ...]] = field(default_factory=lambda: MappingProxyType({}))
+    supports: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 
 
 _TRAIN_HELP = """Fine-tune a model.
@@ -122,29 +113,25 @@ Examples:
 
 
 #: Values that methods on pairs support.
-_OF_PAIRS: Mapping[str, tuple[Any, ...]] = MappingProxyType(
-    {
-        "data.format": layouts.formats(unit=2)[1:],
-        "data.packing": (False,),
-        "model.dtype": ("auto", "bfloat16", "float32"),
-        "train.neftune_noise_alpha": (None,),
-        "train.train_sampling_strategy": ("random",),
-    }
-)
+_OF_PAIRS: Mapping[str, tuple[Any, ...]] = {
+    "data.format": layouts.formats(unit=2)[1:],
+    "data.packing": (False,),
+    "model.dtype": ("auto", "bfloat16", "float32"),
+    "train.neftune_noise_alpha": (None,),
+    "train.train_sampling_strategy": ("random",),
+}
 
 
 #: Of methods whose model answers prompts itself.
-_OF_PROMPTS: Mapping[str, tuple[Any, ...]] = MappingProxyType(
-    {
-        "data.format": layouts.formats(unit=1),
-        "model.dtype": ("auto", "bfloat16", "float32"),
-        "quantization.method": ("none", "nf4", "fp8"),
-        # Completions would be sampled under noise as well; rows are grouped by prompt.
-        "train.neftune_noise_alpha": (None,),
-        "train.train_sampling_strategy": ("random",),
-        "launch.context_parallel_size": (1,),
-    }
-)
+_OF_PROMPTS: Mapping[str, tuple[Any, ...]] = {
+    "data.format": layouts.formats(unit=1),
+    "model.dtype": ("auto", "bfloat16", "float32"),
+    "quantization.method": ("none", "nf4", "fp8"),
+    # Completions would be sampled under noise as well; rows are grouped by prompt.
+    "train.neftune_noise_alpha": (None,),
+    "train.train_sampling_strategy": ("random",),
+    "launch.context_parallel_size": (1,),
+}
 
 
 def _preference(name: str, title: str) -> Method:
@@ -167,10 +154,8 @@ def _preference(name: str, title: str) -> Method:
         asks="ftcli.methods.preference.checks:other_model",
         sees=True,
         section="preference",
-        defaults=MappingProxyType(
-            {"data.format": "preference", "train.learning_rate": rate, "train.warmup_steps": 0.1}
-        ),
-        full_defaults=MappingProxyType({"train.learning_rate": 5e-7}),
+        defaults={"data.format": "preference", "train.learning_rate": rate, "train.warmup_steps": 0.1},
+        full_defaults={"train.learning_rate": 5e-7},
         unit=2,
         goes_on=name != "dpo",
         packs=False,
@@ -193,119 +178,113 @@ def _labelled() -> Method:
         scores="ftcli.methods.preference.charts:SCORES_OF_LABELLED",
         memory="ftcli.methods.kto.checks:memory",
         rules="ftcli.methods.kto.checks:check",
-        defaults=MappingProxyType({**pairs.defaults, "data.format": "labelled"}),
+        defaults={**pairs.defaults, "data.format": "labelled"},
         unit=1,
         sees=False,
         timed=False,
         told=(*pairs.told, "preference.desirable_weight", "preference.undesirable_weight"),
-        supports=MappingProxyType({**pairs.supports, "data.format": ("labelled",)}),
+        supports={**pairs.supports, "data.format": ("labelled",)},
     )
 
 
 #: The value of ``train.method`` in a recipe that says nothing.
 DEFAULT = "sft"
-TABLE: Mapping[str, Method] = MappingProxyType(
-    {
-        "sft": Method(
-            "sft",
-            "train",
-            "supervised fine-tuning",
-            _TRAIN_HELP,
-            run="ftcli.train.on_rows:train_on_rows",
-            trains="ftcli.methods.sft.train:Supervised",
-            memory="ftcli.plan.run:memory_of_rows",
-            repeats=True,
-            goes_on=True,
-            sees=True,
-            on_ranks=True,
-            timed=True,
-            supports=MappingProxyType({"data.format": layouts.formats(unit=1)}),
-        ),
-        **{name: _preference(name, title) for name, title in (("dpo", "DPO"), ("orpo", "ORPO"), ("simpo", "SimPO"))},
-        "reward": Method(
-            "reward",
-            "train",
-            "reward modelling",
-            _TRAIN_HELP,
-            run="ftcli.train.on_rows:train_on_rows",
-            trains="ftcli.methods.reward.train:RewardModelling",
-            charts="ftcli.methods.preference.charts:CHARTS_OF_SCORED",
-            scores="ftcli.methods.preference.charts:SCORES_OF_SCORED",
-            memory="ftcli.plan.run:memory_of_rows",
-            section="reward",
-            # Learning rates: LLaMA-Factory's and TRL's for adapters, OpenRLHF's for full fine-tuning.
-            defaults=MappingProxyType(
-                {"data.format": "preference", "train.learning_rate": 1e-4, "train.warmup_steps": 0.1}
-            ),
-            full_defaults=MappingProxyType({"train.learning_rate": 9e-6}),
-            unit=2,
-            classifier=True,
-            packs=False,
-            on_ranks=True,
-            timed=True,
-            structural=("train.method",),
-            supports=MappingProxyType({**_OF_PAIRS, "eval.tasks": ((),), "eval.lm_eval": ((),)}),
-        ),
-        "kto": _labelled(),
-        "distill": Method(
-            "distill",
-            "train",
-            "distillation",
-            _TRAIN_HELP,
-            run="ftcli.methods.distill.train:train_distill",
-            memory="ftcli.methods.distill.checks:memory",
-            section="distill",
-            # Learning rates: TRL's for full fine-tuning; adapters take ten times as much and more.
-            defaults=MappingProxyType({"train.learning_rate": 5e-5}),
-            full_defaults=MappingProxyType({"train.learning_rate": 1e-6}),
-            rules="ftcli.methods.distill.checks:check",
-            asks="ftcli.methods.distill.checks:other_model",
-            survey="ftcli.methods.distill.train:survey",
-            from_prompts=True,
-            scores_tasks=True,
-            packs=False,
-            mixes=False,
-            on_ranks=True,
-            length="distill.max_completion_length",
-            told=("distill.teacher", "distill.beta", "distill.temperature", "distill.max_completion_length"),
-            supports=_OF_PROMPTS,
-        ),
-        "grpo": Method(
-            "grpo",
-            "grpo",
-            "GRPO",
-            _GRPO_HELP,
-            run="ftcli.methods.grpo.train:train_grpo",
-            memory="ftcli.methods.grpo.checks:memory",
-            dry="ftcli.methods.grpo.train:dry_rewards",
-            on_ranks=True,
-            section="grpo",
-            rules="ftcli.methods.grpo.checks:check",
-            reward_rules="ftcli.methods.grpo.checks:check_rewards",
-            row_rules="ftcli.methods.grpo.checks:check_rows",
-            survey="ftcli.methods.grpo.train:survey",
-            sees=True,
-            from_prompts=True,
-            scores_tasks=True,
-            packs=False,
-            mixes=False,
-            length="grpo.max_completion_length",
-            structural=("grpo.num_generations",),
-            counts_micro_batches=("grpo.steps_per_generation",),
-            told=("grpo.num_generations", "grpo.beta", "grpo.temperature", "grpo.max_completion_length"),
-            supports=_OF_PROMPTS,
-        ),
-    }
-)
+TABLE: Mapping[str, Method] = {
+    "sft": Method(
+        "sft",
+        "train",
+        "supervised fine-tuning",
+        _TRAIN_HELP,
+        run="ftcli.train.on_rows:train_on_rows",
+        trains="ftcli.methods.sft.train:Supervised",
+        memory="ftcli.plan.run:memory_of_rows",
+        repeats=True,
+        goes_on=True,
+        sees=True,
+        on_ranks=True,
+        timed=True,
+        supports={"data.format": layouts.formats(unit=1)},
+    ),
+    **{name: _preference(name, title) for name, title in (("dpo", "DPO"), ("orpo", "ORPO"), ("simpo", "SimPO"))},
+    "reward": Method(
+        "reward",
+        "train",
+        "reward modelling",
+        _TRAIN_HELP,
+        run="ftcli.train.on_rows:train_on_rows",
+        trains="ftcli.methods.reward.train:RewardModelling",
+        charts="ftcli.methods.preference.charts:CHARTS_OF_SCORED",
+        scores="ftcli.methods.preference.charts:SCORES_OF_SCORED",
+        memory="ftcli.plan.run:memory_of_rows",
+        section="reward",
+        # Learning rates: LLaMA-Factory's and TRL's for adapters, OpenRLHF's for full fine-tuning.
+        defaults={"data.format": "preference", "train.learning_rate": 1e-4, "train.warmup_steps": 0.1},
+        full_defaults={"train.learning_rate": 9e-6},
+        unit=2,
+        classifier=True,
+        packs=False,
+        on_ranks=True,
+        timed=True,
+        structural=("train.method",),
+        supports={**_OF_PAIRS, "eval.tasks": ((),), "eval.lm_eval": ((),)},
+    ),
+    "kto": _labelled(),
+    "distill": Method(
+        "distill",
+        "train",
+        "distillation",
+        _TRAIN_HELP,
+        run="ftcli.methods.distill.train:train_distill",
+        memory="ftcli.methods.distill.checks:memory",
+        section="distill",
+        # Learning rates: TRL's for full fine-tuning; adapters take ten times as much and more.
+        defaults={"train.learning_rate": 5e-5},
+        full_defaults={"train.learning_rate": 1e-6},
+        rules="ftcli.methods.distill.checks:check",
+        asks="ftcli.methods.distill.checks:other_model",
+        survey="ftcli.methods.distill.train:survey",
+        from_prompts=True,
+        scores_tasks=True,
+        packs=False,
+        mixes=False,
+        on_ranks=True,
+        length="distill.max_completion_length",
+        told=("distill.teacher", "distill.beta", "distill.temperature", "distill.max_completion_length"),
+        supports=_OF_PROMPTS,
+    ),
+    "grpo": Method(
+        "grpo",
+        "grpo",
+        "GRPO",
+        _GRPO_HELP,
+        run="ftcli.methods.grpo.train:train_grpo",
+        memory="ftcli.methods.grpo.checks:memory",
+        dry="ftcli.methods.grpo.train:dry_rewards",
+        on_ranks=True,
+        section="grpo",
+        rules="ftcli.methods.grpo.checks:check",
+        reward_rules="ftcli.methods.grpo.checks:check_rewards",
+        row_rules="ftcli.methods.grpo.checks:check_rows",
+        survey="ftcli.methods.grpo.train:survey",
+        sees=True,
+        from_prompts=True,
+        scores_tasks=True,
+        packs=False,
+        mixes=False,
+        length="grpo.max_completion_length",
+        structural=("grpo.num_generations",),
+        counts_micro_batches=("grpo.steps_per_generation",),
+        told=("grpo.num_generations", "grpo.beta", "grpo.temperature", "grpo.max_completion_length"),
+        supports=_OF_PROMPTS,
+    ),
+}
 
 
 #: Methods of the field by other names, and those that are not offered yet.
-_NOT_OFFERED: Mapping[str, str] = MappingProxyType(
-    {
-        **{name: name.upper() for name in ("cpo", "ppo", "prm", "gkd")},
-        **dict.fromkeys(("rm", "reward_model", "reward_modeling", "reward_modelling"), "reward modelling"),
-    }
-)
+_NOT_OFFERED: Mapping[str, str] = {
+    **{name: name.upper() for name in ("cpo", "ppo", "prm", "gkd")},
+    **dict.fromkeys(("rm", "reward_model", "reward_modeling", "reward_modelling"), "reward modelling"),
+}
 
 
 def not_offered(word: str) -> str | None:

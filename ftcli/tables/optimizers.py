@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Literal
 
 from ftcli.tables import Package
@@ -15,8 +14,6 @@ class Optimizer:
     """One optimizer.
 
     Attributes:
-        about: One sentence for the documentation.
-        state_bytes: Bytes of state for each trained parameter.
         state: How the state is laid out, if not ``state_bytes`` for each parameter. ``factored``: one float32 sum for
             each row and each column of a matrix. ``blockwise``: in 8 bits where a tensor has 4096 elements or more and
             is no embedding. ``momentum``: one float32 moment for each element of a hidden matrix, two for all else.
@@ -24,7 +21,6 @@ class Optimizer:
         workspace: What a step allocates: ``copy`` of all parameters in float32 where they are updated at once (on a
             GPU), ``largest`` matrix in float32 and four times in bfloat16, or nothing to speak of.
         reads: Which settings of the section ``train`` it reads, of those that not every optimizer reads.
-        package: Where it comes from, if not from torch or transformers.
         schedule_free: It averages the weights in place of a schedule: evaluated and saved is the average.
         warms_up: It reads ``warmup_steps`` itself.
         rounds: How it can round updates of parameters in bfloat16: ``nearest``, ``stochastic``. What is listed computes
@@ -61,58 +57,56 @@ _BITSANDBYTES = Package(
 )
 _SCHEDULE_FREE = Package("schedulefree", "ftcli[schedulefree]", "schedule-free optimizers")
 
-TABLE: Mapping[str, Optimizer] = MappingProxyType(
-    {
-        "adamw_torch": Optimizer(
-            "AdamW.", state_bytes=8, workspace="copy", reads=_ADAM, rounds=_BOTH, build_own=_OWN,
-            on_gpu="adamw_torch_fused",
-        ),
-        "adamw_torch_fused": Optimizer(
-            "AdamW in one kernel.", state_bytes=8, reads=_ADAM, rounds=_BOTH, build_own=_OWN
-        ),
-        "adamw_8bit": Optimizer(
-            "AdamW with its state in 8 bits.",
-            state_bytes=8, state="blockwise", reads=_ADAM, rounds=_BOTH[:1], package=_BITSANDBYTES,
-            build_own=_OWN_8BIT,
-        ),
-        "paged_adamw_8bit": Optimizer(
-            "AdamW with its state in 8 bits; that of large tensors moves to the host when the GPU is full.",
-            state_bytes=8, state="blockwise", paged=True, reads=_ADAM, rounds=_BOTH[:1], package=_BITSANDBYTES,
-        ),
-        "paged_adamw_32bit": Optimizer(
-            "AdamW; the state of large tensors moves to the host when the GPU is full.",
-            state_bytes=8, paged=True, reads=_ADAM, rounds=_BOTH[:1], package=_BITSANDBYTES,
-        ),
-        "lion_32bit": Optimizer("Lion.", state_bytes=4, reads=_BETAS, package=_BITSANDBYTES),
-        "lion_8bit": Optimizer(
-            "Lion with its state in 8 bits.", state_bytes=4, state="blockwise", reads=_BETAS, package=_BITSANDBYTES
-        ),
-        "paged_lion_8bit": Optimizer(
-            "Lion with its state in 8 bits; that of large tensors moves to the host when the GPU is full.",
-            state_bytes=4, state="blockwise", paged=True, reads=_BETAS, package=_BITSANDBYTES,
-        ),
-        "muon": Optimizer(
-            "Muon for the matrices of the layers (or their adapters), scaled so that AdamW's learning rates suit it; "
-            "AdamW for all else.",
-            state_bytes=8, state="momentum", workspace="largest", reads=_ADAM,
-            build="ftcli.train.adamw:MuonWithAdamW",
-        ),
-        "schedule_free_adamw": Optimizer(
-            "AdamW that averages the weights in place of a schedule.",
-            state_bytes=8, workspace="copy", reads=_ADAM, schedule_free=True, warms_up=True, package=_SCHEDULE_FREE,
-        ),
-        "schedule_free_radam": Optimizer(
-            "RAdam that averages the weights in place of a schedule and needs no warm-up.",
-            state_bytes=8, workspace="copy", reads=_ADAM, schedule_free=True, package=_SCHEDULE_FREE,
-        ),
-        "schedule_free_sgd": Optimizer(
-            "SGD that averages the weights in place of a schedule.",
-            state_bytes=4, schedule_free=True, warms_up=True, package=_SCHEDULE_FREE,
-        ),
-        "sgd": Optimizer("SGD without momentum."),
-        "adafactor": Optimizer("Adafactor at the recipe's learning rate.", state="factored"),
-    }
-)  # fmt: skip
+TABLE: Mapping[str, Optimizer] = {
+    "adamw_torch": Optimizer(
+        "AdamW.", state_bytes=8, workspace="copy", reads=_ADAM, rounds=_BOTH, build_own=_OWN,
+        on_gpu="adamw_torch_fused",
+    ),
+    "adamw_torch_fused": Optimizer(
+        "AdamW in one kernel.", state_bytes=8, reads=_ADAM, rounds=_BOTH, build_own=_OWN
+    ),
+    "adamw_8bit": Optimizer(
+        "AdamW with its state in 8 bits.",
+        state_bytes=8, state="blockwise", reads=_ADAM, rounds=_BOTH[:1], package=_BITSANDBYTES,
+        build_own=_OWN_8BIT,
+    ),
+    "paged_adamw_8bit": Optimizer(
+        "AdamW with its state in 8 bits; that of large tensors moves to the host when the GPU is full.",
+        state_bytes=8, state="blockwise", paged=True, reads=_ADAM, rounds=_BOTH[:1], package=_BITSANDBYTES,
+    ),
+    "paged_adamw_32bit": Optimizer(
+        "AdamW; the state of large tensors moves to the host when the GPU is full.",
+        state_bytes=8, paged=True, reads=_ADAM, rounds=_BOTH[:1], package=_BITSANDBYTES,
+    ),
+    "lion_32bit": Optimizer("Lion.", state_bytes=4, reads=_BETAS, package=_BITSANDBYTES),
+    "lion_8bit": Optimizer(
+        "Lion with its state in 8 bits.", state_bytes=4, state="blockwise", reads=_BETAS, package=_BITSANDBYTES
+    ),
+    "paged_lion_8bit": Optimizer(
+        "Lion with its state in 8 bits; that of large tensors moves to the host when the GPU is full.",
+        state_bytes=4, state="blockwise", paged=True, reads=_BETAS, package=_BITSANDBYTES,
+    ),
+    "muon": Optimizer(
+        "Muon for the matrices of the layers (or their adapters), scaled so that AdamW's learning rates suit it; "
+        "AdamW for all else.",
+        state_bytes=8, state="momentum", workspace="largest", reads=_ADAM,
+        build="ftcli.train.adamw:MuonWithAdamW",
+    ),
+    "schedule_free_adamw": Optimizer(
+        "AdamW that averages the weights in place of a schedule.",
+        state_bytes=8, workspace="copy", reads=_ADAM, schedule_free=True, warms_up=True, package=_SCHEDULE_FREE,
+    ),
+    "schedule_free_radam": Optimizer(
+        "RAdam that averages the weights in place of a schedule and needs no warm-up.",
+        state_bytes=8, workspace="copy", reads=_ADAM, schedule_free=True, package=_SCHEDULE_FREE,
+    ),
+    "schedule_free_sgd": Optimizer(
+        "SGD that averages the weights in place of a schedule.",
+        state_bytes=4, schedule_free=True, warms_up=True, package=_SCHEDULE_FREE,
+    ),
+    "sgd": Optimizer("SGD without momentum."),
+    "adafactor": Optimizer("Adafactor at the recipe's learning rate.", state="factored"),
+}  # fmt: skip
 
 
 def names() -> tuple[str, ...]:

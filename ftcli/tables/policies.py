@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Literal
 
 #: A policy as a recipe writes it: ``false``, ``true`` or a word.
@@ -27,7 +26,6 @@ class Policy:
             the host.
         apply: Code: ``(layers, Offloaded) -> object``, sets the policy on a model's decoder layers; None where
             transformers' own setting does, or where there is nothing to set.
-        by_transformers: It is transformers' own ``gradient_checkpointing``.
         recomputes: Which part of a layer's forward pass backward computes again.
         by_layer: Single layers may be left out of it (``train.uncheckpointed_layers``).
         on_host: It keeps tensors in pinned host memory, which gains nothing on a CPU.
@@ -51,25 +49,21 @@ class Policy:
 _HELD = "ftcli.plan.memory.checkpointing"
 _APPLY = "ftcli.model.gradient_checkpointing"
 
-TABLE: Mapping[PolicyName, Policy] = MappingProxyType(
-    {
-        False: Policy(1.0, 1.0, f"{_HELD}:everything", recomputes="nothing"),
-        "selective": Policy(
-            1.19,
-            1.42,
-            f"{_HELD}:all_but_gate_and_up",
-            f"{_APPLY}:use_selective",
-            recomputes="gate and up",
-            by_layer=True,
-            off_kernels=True,
-        ),
-        "offload": Policy(1.31, 1.45, f"{_HELD}:inputs_on_host", f"{_APPLY}:use_offload", by_layer=True, on_host=True),
-        True: Policy(1.36, 1.42, f"{_HELD}:input_alone", by_transformers=True),
-        "lean": Policy(
-            1.37, 1.42, f"{_HELD}:input_alone", f"{_APPLY}:use_lean", off_kernels=True, embedding_on_host=True
-        ),
-    }
-)
+TABLE: Mapping[PolicyName, Policy] = {
+    False: Policy(1.0, 1.0, f"{_HELD}:everything", recomputes="nothing"),
+    "selective": Policy(
+        1.19,
+        1.42,
+        f"{_HELD}:all_but_gate_and_up",
+        f"{_APPLY}:use_selective",
+        recomputes="gate and up",
+        by_layer=True,
+        off_kernels=True,
+    ),
+    "offload": Policy(1.31, 1.45, f"{_HELD}:inputs_on_host", f"{_APPLY}:use_offload", by_layer=True, on_host=True),
+    True: Policy(1.36, 1.42, f"{_HELD}:input_alone", by_transformers=True),
+    "lean": Policy(1.37, 1.42, f"{_HELD}:input_alone", f"{_APPLY}:use_lean", off_kernels=True, embedding_on_host=True),
+}
 
 
 def row(name: PolicyName) -> Policy:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,60 +111,58 @@ class Quantization:
         return "keep_dequantized" in self.reads
 
 
-TABLE: Mapping[str, Quantization] = MappingProxyType(
-    {
-        "none": Quantization(freezes_base=False),
-        "nf4": Quantization(
-            reads=("double_quant", "keep_dequantized"),
-            quantize="ftcli.model.nf4:nf4_linear",
-            stored_bytes="ftcli.plan.quantization:nf4_bytes",
-            quantize_stack="ftcli.model.nf4:nf4_stack",
-            packed_files=PackedFiles(
-                recognise="ftcli.plan.quantization:stores_nf4", read="ftcli.model.nf4:BitsandbytesReader"
-            ),
+TABLE: Mapping[str, Quantization] = {
+    "none": Quantization(freezes_base=False),
+    "nf4": Quantization(
+        reads=("double_quant", "keep_dequantized"),
+        quantize="ftcli.model.nf4:nf4_linear",
+        stored_bytes="ftcli.plan.quantization:nf4_bytes",
+        quantize_stack="ftcli.model.nf4:nf4_stack",
+        packed_files=PackedFiles(
+            recognise="ftcli.plan.quantization:stores_nf4", read="ftcli.model.nf4:BitsandbytesReader"
         ),
-        "fp8": Quantization(
-            quantize="ftcli.model.fp8:fp8_linear",
-            stored_bytes="ftcli.plan.quantization:fp8_bytes",
-            quantize_stack="ftcli.model.fp8:fp8_stack",
-            products=StoredProducts(
-                capability="ftkernels.limits:FLOAT8_CAPABILITY",
-                why_not="ftkernels.limits:why_no_fp8",
-                known="ftkernels.fp8_trial:why_no_rows",
-                tried="ftkernels.fp8_trial:why_no_rows_here",
-                measure_rate="ftcli.train.bench:measure_fp8_rate",
-            ),
+    ),
+    "fp8": Quantization(
+        quantize="ftcli.model.fp8:fp8_linear",
+        stored_bytes="ftcli.plan.quantization:fp8_bytes",
+        quantize_stack="ftcli.model.fp8:fp8_stack",
+        products=StoredProducts(
+            capability="ftkernels.limits:FLOAT8_CAPABILITY",
+            why_not="ftkernels.limits:why_no_fp8",
+            known="ftkernels.fp8_trial:why_no_rows",
+            tried="ftkernels.fp8_trial:why_no_rows_here",
+            measure_rate="ftcli.train.bench:measure_fp8_rate",
         ),
-        "bitnet": Quantization(
-            freezes_base=False,
+    ),
+    "bitnet": Quantization(
+        freezes_base=False,
+        reads=("lambda_warmup_steps", "use_rms_norm"),
+        quantize="ftcli.model.bitnet:ternary_linear",
+        stored_bytes="ftcli.plan.quantization:ternary_bytes",
+        products=StoredProducts(
+            capability="ftkernels.limits:PRODUCTS_CAPABILITY",
+            why_not="ftkernels.limits:why_no_int8",
+            exact=True,
+        ),
+        packed_files=PackedFiles(
+            recognise="ftcli.plan.quantization:stores_ternary",
+            read="ftcli.model.bitnet:PackedTernaryReader",
+            masters="ftcli.plan.quantization:stores_ternary_masters",
+        ),
+        training=QuantizedTraining(
+            layer="ftcli.model.bitnet:bit_linear_of",
+            of_packed="ftcli.model.bitnet:masters_of",
+            more_bytes="ftcli.plan.quantization:ternary_bytes",
+            more_trained="ftcli.plan.quantization:input_norm_elements",
+            finish="ftcli.model.bitnet:round_in_norms",
+            written="ftcli.model.bitnet:written",
+            share="ftcli.model.bitnet:set_share",
             reads=("lambda_warmup_steps", "use_rms_norm"),
-            quantize="ftcli.model.bitnet:ternary_linear",
-            stored_bytes="ftcli.plan.quantization:ternary_bytes",
-            products=StoredProducts(
-                capability="ftkernels.limits:PRODUCTS_CAPABILITY",
-                why_not="ftkernels.limits:why_no_int8",
-                exact=True,
-            ),
-            packed_files=PackedFiles(
-                recognise="ftcli.plan.quantization:stores_ternary",
-                read="ftcli.model.bitnet:PackedTernaryReader",
-                masters="ftcli.plan.quantization:stores_ternary_masters",
-            ),
-            training=QuantizedTraining(
-                layer="ftcli.model.bitnet:bit_linear_of",
-                of_packed="ftcli.model.bitnet:masters_of",
-                more_bytes="ftcli.plan.quantization:ternary_bytes",
-                more_trained="ftcli.plan.quantization:input_norm_elements",
-                finish="ftcli.model.bitnet:round_in_norms",
-                written="ftcli.model.bitnet:written",
-                share="ftcli.model.bitnet:set_share",
-                reads=("lambda_warmup_steps", "use_rms_norm"),
-            ),
-            already="ftcli.model.bitnet:already_ternary",
-            reads_gguf=True,
         ),
-    }
-)
+        already="ftcli.model.bitnet:already_ternary",
+        reads_gguf=True,
+    ),
+}
 
 
 def names(*, freezes_base: bool | None = None) -> tuple[str, ...]:

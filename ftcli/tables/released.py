@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 
 
 @dataclass(frozen=True, slots=True)
 class ReleasedForm:
-    """One packed form. Both attributes name code.
-
-    Attributes:
-        words: A function of a config.json's content: the form in words where the files are of it and each number has
-            one reading; else None.
-        read: A function of that content that makes a :class:`ftcli.model.released.Form`.
+    """One packed form. ``words`` names code: a function of a config.json's content that gives the form in words where
+    the files are of it and each number has one reading, else None; and ``read`` a function of it that makes a
+    :class:`ftcli.model.released.Form`.
     """
 
     words: str
@@ -22,10 +18,8 @@ class ReleasedForm:
 
 
 #: By ``quantization_config.quant_method``.
-TABLE: Mapping[str, ReleasedForm] = MappingProxyType(
-    {
-        "mxfp4": ReleasedForm("ftcli.plan.released:mxfp4", "ftcli.model.mxfp4:Mxfp4"),
-        "fp8": ReleasedForm("ftcli.plan.released:fp8", "ftcli.model.scaled_fp8:ScaledFp8"),
-        "compressed-tensors": ReleasedForm("ftcli.plan.released:compressed_fp8", "ftcli.model.scaled_fp8:ScaledFp8"),
-    }
-)
+TABLE: Mapping[str, ReleasedForm] = {
+    "mxfp4": ReleasedForm("ftcli.plan.released:mxfp4", "ftcli.model.mxfp4:Mxfp4"),
+    "fp8": ReleasedForm("ftcli.plan.released:fp8", "ftcli.model.scaled_fp8:ScaledFp8"),
+    "compressed-tensors": ReleasedForm("ftcli.plan.released:compressed_fp8", "ftcli.model.scaled_fp8:ScaledFp8"),
+}

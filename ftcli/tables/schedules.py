@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Literal
 
 #: No schedule: the rate is what the recipe says, in every step ...
@@ -26,8 +25,6 @@ class ScheduleArgument:
         least, most: The smallest and the largest value. ``above``: it must be greater than ``least``.
         below_peak: It is a learning rate, and must be less than ``train.learning_rate``.
         above_peak: Likewise, and must not be less.
-        words: What a word may be.
-        example: A value for messages.
         default: transformers' own value where the recipe gives none and it may be out of range.
     """
 
@@ -72,11 +69,7 @@ class LearningRateSchedule:
     """One learning-rate schedule.
 
     Attributes:
-        about: One sentence for the documentation.
-        arguments: What ``train.lr_scheduler_kwargs`` may say.
-        required: Arguments that have no default.
         one_of: Arguments of which exactly one must be given.
-        warms_up: It reads ``train.warmup_steps``.
         by_evaluations: It changes the rate after evaluations during training, and needs them.
     """
 
@@ -105,69 +98,67 @@ _LIKE_PLATEAU = {
     "min_lr": _RATE,
 }
 
-TABLE: Mapping[str, LearningRateSchedule] = MappingProxyType(
-    {
-        "linear": LearningRateSchedule("Falls in a straight line to 0."),
-        "cosine": LearningRateSchedule("Falls along a half cosine to 0.", {"num_cycles": _WAVES}),
-        "cosine_with_restarts": LearningRateSchedule(
-            "Falls along a half cosine to 0, `num_cycles` times over (1).",
-            {"num_cycles": ScheduleArgument("whole", least=1)},
-        ),
-        "cosine_with_min_lr": LearningRateSchedule(
-            "Falls along a half cosine to `min_lr`, or to `min_lr_rate` times the peak.",
-            _TO_A_LOWEST,
-            one_of=("min_lr", "min_lr_rate"),
-        ),
-        "cosine_warmup_with_min_lr": LearningRateSchedule(
-            "The same, and the warm-up begins at `warmup_lr_rate` times the peak.",
-            {**_TO_A_LOWEST, "warmup_lr_rate": _FRACTION},
-            one_of=("min_lr", "min_lr_rate"),
-        ),
-        "polynomial": LearningRateSchedule(
-            "Falls to `lr_end` (1e-7) with the `power` (1) of what is left.",
-            {
-                "lr_end": ScheduleArgument("number", below_peak=True, default=1e-7),
-                "power": ScheduleArgument("number", above=True),
-            },
-        ),
-        "warmup_stable_decay": LearningRateSchedule(
-            "Stays at the peak and falls in the last `num_decay_steps` to `min_lr_ratio` (0) times the peak.",
-            {
-                "num_decay_steps": ScheduleArgument("steps", above=True),
-                "num_stable_steps": ScheduleArgument("steps"),
-                "min_lr_ratio": _FRACTION,
-                "warmup_type": _SHAPES,
-                "decay_type": _SHAPES,
-                "num_cycles": _WAVES,
-            },
-            required=("num_decay_steps",),
-        ),
-        "inverse_sqrt": LearningRateSchedule(
-            "Falls with one over the square root of the steps.", {"timescale": ScheduleArgument("whole", least=1)}
-        ),
-        CONSTANT: LearningRateSchedule("Stays.", warms_up=False),
-        CONSTANT_AFTER_WARMUP: LearningRateSchedule("Stays after the warm-up."),
-        "reduce_lr_on_plateau": LearningRateSchedule(
-            "Is multiplied by `factor` (0.1) after more than `patience` (10) evaluations without improvement.",
-            _LIKE_PLATEAU,
-            warms_up=False,
-            by_evaluations=True,
-        ),
-        "greedy": LearningRateSchedule(
-            "Is divided by `factor` (0.95) while evaluations get better and multiplied by it while they do not, "
-            "between `min_lr` and `max_lr`.",
-            {
-                **_LIKE_PLATEAU,
-                "warmup": _COUNT,
-                "max_lr": ScheduleArgument("number", above_peak=True, example=1e-3),
-                "reset_start": _COUNT,
-            },
-            required=("min_lr", "max_lr"),
-            warms_up=False,
-            by_evaluations=True,
-        ),
-    }
-)
+TABLE: Mapping[str, LearningRateSchedule] = {
+    "linear": LearningRateSchedule("Falls in a straight line to 0."),
+    "cosine": LearningRateSchedule("Falls along a half cosine to 0.", {"num_cycles": _WAVES}),
+    "cosine_with_restarts": LearningRateSchedule(
+        "Falls along a half cosine to 0, `num_cycles` times over (1).",
+        {"num_cycles": ScheduleArgument("whole", least=1)},
+    ),
+    "cosine_with_min_lr": LearningRateSchedule(
+        "Falls along a half cosine to `min_lr`, or to `min_lr_rate` times the peak.",
+        _TO_A_LOWEST,
+        one_of=("min_lr", "min_lr_rate"),
+    ),
+    "cosine_warmup_with_min_lr": LearningRateSchedule(
+        "The same, and the warm-up begins at `warmup_lr_rate` times the peak.",
+        {**_TO_A_LOWEST, "warmup_lr_rate": _FRACTION},
+        one_of=("min_lr", "min_lr_rate"),
+    ),
+    "polynomial": LearningRateSchedule(
+        "Falls to `lr_end` (1e-7) with the `power` (1) of what is left.",
+        {
+            "lr_end": ScheduleArgument("number", below_peak=True, default=1e-7),
+            "power": ScheduleArgument("number", above=True),
+        },
+    ),
+    "warmup_stable_decay": LearningRateSchedule(
+        "Stays at the peak and falls in the last `num_decay_steps` to `min_lr_ratio` (0) times the peak.",
+        {
+            "num_decay_steps": ScheduleArgument("steps", above=True),
+            "num_stable_steps": ScheduleArgument("steps"),
+            "min_lr_ratio": _FRACTION,
+            "warmup_type": _SHAPES,
+            "decay_type": _SHAPES,
+            "num_cycles": _WAVES,
+        },
+        required=("num_decay_steps",),
+    ),
+    "inverse_sqrt": LearningRateSchedule(
+        "Falls with one over the square root of the steps.", {"timescale": ScheduleArgument("whole", least=1)}
+    ),
+    CONSTANT: LearningRateSchedule("Stays.", warms_up=False),
+    CONSTANT_AFTER_WARMUP: LearningRateSchedule("Stays after the warm-up."),
+    "reduce_lr_on_plateau": LearningRateSchedule(
+        "Is multiplied by `factor` (0.1) after more than `patience` (10) evaluations without improvement.",
+        _LIKE_PLATEAU,
+        warms_up=False,
+        by_evaluations=True,
+    ),
+    "greedy": LearningRateSchedule(
+        "Is divided by `factor` (0.95) while evaluations get better and multiplied by it while they do not, "
+        "between `min_lr` and `max_lr`.",
+        {
+            **_LIKE_PLATEAU,
+            "warmup": _COUNT,
+            "max_lr": ScheduleArgument("number", above_peak=True, example=1e-3),
+            "reset_start": _COUNT,
+        },
+        required=("min_lr", "max_lr"),
+        warms_up=False,
+        by_evaluations=True,
+    ),
+}
 
 
 def names() -> tuple[str, ...]:

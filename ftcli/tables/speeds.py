@@ -6,7 +6,6 @@ A share is tokens/s times operations per token (:mod:`ftcli.facts.flops`), over 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
 
 #: Rate of bfloat16 products of 8192³ on an H100 and an H200 (790 TFLOP/s), over the published one.
 PRODUCTS = 0.8
@@ -16,18 +15,16 @@ MEASURED = ("h100", "h200")
 WITHIN, ELSEWHERE = 0.15, 0.4
 
 #: Adapters in bfloat16, 8192 tokens at a time and no checkpointing, by the text model's type.
-FAMILIES: Mapping[str, float] = MappingProxyType(
-    {
-        "gemma2": 0.65,
-        "gemma3_text": 0.66,
-        "gemma4_text": 0.56,
-        "qwen3_5_text": 0.63,
-        "qwen3_moe": 0.49,
-        "qwen3_5_moe_text": 0.36,
-        "gpt_oss": 0.49,
-        "glm4_moe_lite": 0.455,
-    }
-)
+FAMILIES: Mapping[str, float] = {
+    "gemma2": 0.65,
+    "gemma3_text": 0.66,
+    "gemma4_text": 0.56,
+    "qwen3_5_text": 0.63,
+    "qwen3_moe": 0.49,
+    "qwen3_5_moe_text": 0.36,
+    "gpt_oss": 0.49,
+    "glm4_moe_lite": 0.455,
+}
 #: Other dense models, by parameters in 10^9 from which the share holds; and other mixtures.
 DENSE: tuple[tuple[float, float], ...] = ((2.5, 0.70), (1.0, 0.65), (0.0, 0.52))
 EXPERTS = 0.45

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 
 from ftcli.tables import Package
 
@@ -14,10 +13,8 @@ class Store:
     """One kind of storage.
 
     Attributes:
-        title: Its name in messages.
         package: What fsspec needs for it, as it is imported, and how to install that; None: nothing more.
         errors: Code: exceptions of its client that are no OSError.
-        folders: It has folders that can be listed.
         mirrors: Checkpoints may be written there.
     """
 
@@ -43,9 +40,7 @@ _HTTP = Store(
 )
 _HUB = Store("the Hugging Face Hub", None, ("huggingface_hub.errors:HfHubHTTPError",))
 
-TABLE: Mapping[str, Store] = MappingProxyType(
-    {"s3": _S3, "gs": _GS, "gcs": _GS, "https": _HTTP, "http": _HTTP, "hf": _HUB}
-)
+TABLE: Mapping[str, Store] = {"s3": _S3, "gs": _GS, "gcs": _GS, "https": _HTTP, "http": _HTTP, "hf": _HUB}
 
 
 def scheme_of(path: str) -> str | None:

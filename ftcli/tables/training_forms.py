@@ -8,22 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingForms:
-    """A collection of training forms.
-
-    Attributes:
-        code: Answers the training form of a tokenizer's template, or None for one that it does not know
-            (``ftcli.data.template.FormOf``).
+    """A collection of training forms. ``code`` answers the training form of a tokenizer's template, or None for one
+    that it does not know (``ftcli.data.template.FormOf``).
     """
 
     code: str
 
 
-TABLE: Mapping[str, TrainingForms] = MappingProxyType({"trl": TrainingForms("ftcli.data.template:of_trl")})
+TABLE: Mapping[str, TrainingForms] = {"trl": TrainingForms("ftcli.data.template:of_trl")}
 
 
 def rows() -> tuple[TrainingForms, ...]:

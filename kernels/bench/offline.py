@@ -64,6 +64,7 @@ from ftkernels import (
 from ftkernels.attention_config import choose_tiles
 from ftkernels.attention_launch import AttentionSettings
 from ftkernels.attention_mask import AttentionMask
+from ftkernels.attention_stored import stored_backward
 from ftkernels.limits import LARGEST_HEAD_SIZE, Gpu
 
 
@@ -125,6 +126,10 @@ def attention_cases(new: Maker, capability: int) -> Launches:
     lse, ranges = new(1, 8, 512, of=torch.float32), AttentionMask.causal_mask(None).ranges(512, 512, q.device)
     saved = q, k, k, q, lse
     yield "attention forward", partial(attention_forward.attention_forward, q, k, k, ranges, settings, tiles.forward)
+    if tiles.stored is not None:
+        yield "attention stored", partial(stored_backward, saved, q, ranges, settings, tiles.stored)
+        several = replace(tiles.stored, workspace=1)
+        yield "attention stored in chunks", partial(stored_backward, saved, q, ranges, settings, several)
     backward = attention_backward.query_backward
     yield "attention dq", partial(backward, saved, q, ranges, settings, tiles.d_query)
     keys = partial(attention_backward.key_backward, saved, q, lse, ranges, settings)
@@ -436,6 +441,8 @@ def norm_cases(new: Maker) -> Launches:
     yield "norm backward, dw", partial(norm_parts.norm_backward, x, x, w, rstd, "llama", want_dw=True)
     for name, width, widest in WIDTHS:
         yield f"quantize rows {name}", partial(fp8_kernels.quantize_fp8_triton, new(256, width), widest=widest)
+    packed = new(256, HIDDEN, of=fp8_kernels.E4M3), rstd, new.dtype
+    yield "dequantize rows", partial(fp8_kernels.dequantize_fp8_triton, *packed)
     yield "norm forward, quantized", partial(ahead, quantized=(new(256, HIDDEN, of=fp8_kernels.E4M3), rstd))
     yield "norm over heads", partial(norm_parts.norm_forward, new(1, 256, 32, 128), new(128), 1e-5, "llama")
 

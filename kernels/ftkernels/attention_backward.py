@@ -37,6 +37,7 @@ from ftkernels.attention_parts import (
     tile_count,
     visited_tile,
 )
+from ftkernels.attention_stored import stored_backward
 from ftkernels.device import on_device_of, rounded
 
 
@@ -345,6 +346,10 @@ def attention_backward(
     """
     want_dq, want_dk, want_dv = wanted
     dq = dk = dv = d_sinks = None
+    if tiles.stored is not None:
+        stored = stored_backward(saved, d_out, ranges, settings, tiles.stored)
+        grads = (grad if want else None for grad, want in zip((stored.dq, stored.dk, stored.dv), wanted, strict=True))
+        return *grads, None if sinks is None else _sinks_backward(sinks, saved[4], stored.delta)  # type: ignore[return-value]
     delta = saved[4]  # read by nobody until dk or the sinks want it
     if want_dq or want_dk or sinks is not None:
         dq, delta = query_backward(saved, d_out, ranges, settings, tiles.d_query)

@@ -26,14 +26,43 @@ class AttentionTile:
 
 
 @dataclass(frozen=True, slots=True)
+class StoredTiles:
+    """Tiles of the backward that stores weights (``ftkernels.attention_stored``).
+
+    Attributes:
+        weights: A tile of weights and their gradients.
+        d_query, d_key: Of the products that read them: queries of ``d_query`` and keys of ``d_key`` are those of
+            ``weights``, the other side is a step.
+        depth: Columns of a head that one step of the scores takes.
+        width: Columns of a head that a program of a product has.
+        workspace: Bytes of the weights and gradients that are stored at a time, if a tile of queries fits.
+    """
+
+    weights: AttentionTile
+    d_query: AttentionTile
+    d_key: AttentionTile
+    depth: int
+    width: int
+    workspace: int = 1 << 29
+
+    def without_tma(self) -> StoredTiles:
+        """The same tiles with plain loads."""
+        plain = {name: replace(getattr(self, name), tma=False) for name in ("weights", "d_query", "d_key")}
+        return replace(self, **plain)
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionTiles:
-    """One tile a kernel. ``d_key_value`` None: dk and dv come from two launches, with ``d_key`` and ``d_value``."""
+    """One tile a kernel. ``d_key_value`` None: dk and dv come from two launches, with ``d_key`` and ``d_value``.
+    ``stored``: the backward is the one that stores weights, and the other tiles of a backward are not used.
+    """
 
     forward: AttentionTile
     d_query: AttentionTile
     d_key: AttentionTile
     d_value: AttentionTile
     d_key_value: AttentionTile | None
+    stored: StoredTiles | None = None
 
     def without_tma(self) -> AttentionTiles:
         """The same tiles with plain loads, for tensors that TMA cannot address."""
@@ -44,6 +73,7 @@ class AttentionTiles:
             d_key=replace(self.d_key, tma=False),
             d_value=replace(self.d_value, tma=False),
             d_key_value=None if joint is None else replace(joint, tma=False),
+            stored=None if self.stored is None else self.stored.without_tma(),
         )
 
 
@@ -100,6 +130,13 @@ _TILES: dict[tuple[Generation, int], AttentionTiles] = {
         d_key=AttentionTile(32, 64, 8, 1, tma=True),
         d_value=AttentionTile(64, 64, 8, 1, tma=True),
         d_key_value=None,
+        stored=StoredTiles(
+            weights=AttentionTile(128, 128, 8, 3, tma=True),
+            d_query=AttentionTile(128, 64, 8, 3, tma=True),
+            d_key=AttentionTile(64, 128, 8, 3, tma=True),
+            depth=64,
+            width=256,
+        ),
     ),
     ("hopper", 256): AttentionTiles(
         forward=AttentionTile(128, 64, 8, 2, tma=True),

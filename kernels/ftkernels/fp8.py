@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from ftkernels.device import BackendName, choose_backend, dtype_name, gpu_of
-from ftkernels.fp8_kernels import E4M3, quantize_fp8_torch, quantize_fp8_triton
+from ftkernels.fp8_kernels import E4M3, dequantize_fp8_triton, quantize_fp8_torch, quantize_fp8_triton
 from ftkernels.fp8_trial import why_no_rows_here
 from ftkernels.limits import why_no_fp8
 
@@ -61,6 +61,8 @@ class Fp8Rows:
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """(M, N) in ``dtype``: exact in bfloat16, float32 and float64."""
+        if dtype != torch.float64 and self.data.is_contiguous() and why_no_fp8(gpu_of(self.device), "bfloat16") is None:
+            return dequantize_fp8_triton(self.data, self.scale, dtype)
         wide = torch.float32 if dtype == torch.float16 else dtype
         return _widened(self.data, wide).mul_(self.scale[:, None].to(wide)).to(dtype)
 

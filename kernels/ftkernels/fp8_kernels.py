@@ -1,4 +1,4 @@
-"""The kernels that quantize rows to e4m3, their launch, and the same in plain torch. Formulas: ``ftkernels.fp8``."""
+"""The kernels that quantize rows to e4m3 and back, and the same in plain torch. Formulas: ``ftkernels.fp8``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ftkernels.device import interpreting, on_device_of
+from ftkernels.device import interpreting, on_device_of, rounded, store_dtype
 from ftkernels.limits import WIDEST_ROW
 
 E4M3 = torch.float8_e4m3fn
@@ -72,6 +72,33 @@ def _quantize_wide_kernel(x_ptr, x_stride, q_ptr, scale_ptr, N, BLOCK: tl.conste
         x = tl.load(x_ptr + row * x_stride + at, mask=mask, other=0.0).to(tl.float32)
         tl.store(q_ptr + row * N + at, _scaled(x, inverse).to(q_ptr.dtype.element_ty), mask=mask)
     tl.store(scale_ptr + row + tl.arange(0, 1), scale)
+
+
+@triton.jit
+def _dequantize_kernel(q_ptr, scale_ptr, out_ptr, M, N, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    scale = tl.load(scale_ptr + rows, mask=rows < M, other=0.0)[:, None]
+    row64 = rows.to(tl.int64)[:, None]
+    for first in range(0, N, BLOCK):
+        cols = first + tl.arange(0, BLOCK)[None, :]
+        mask = (rows < M)[:, None] & (cols < N)
+        q = tl.load(q_ptr + row64 * N + cols, mask=mask, other=0.0).to(tl.float32)
+        tl.store(out_ptr + row64 * N + cols, (q * scale).to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def dequantize_fp8_triton(data: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """One launch: (M, N) in ``dtype`` of contiguous e4m3 values (M, N) and the scales (M,) of their rows."""
+    count, width = data.shape
+    out = torch.empty((count, width), dtype=store_dtype(dtype), device=data.device)
+    if interpreting():
+        data = data.float()  # which NumPy knows
+    if out.numel():
+        block = min(triton.next_power_of_2(width), 2048)
+        rows = max(1, 2048 // block)
+        with on_device_of(data):
+            grid = (triton.cdiv(count, rows),)
+            _dequantize_kernel[grid](data, scale, out, count, width, ROWS=rows, BLOCK=block, num_warps=4)
+    return rounded(out, dtype)
 
 
 def e4m3_store() -> torch.dtype:

@@ -13,8 +13,8 @@ from typing import Any
 import jsonschema
 import pytest
 
-from ftcli.cli.answers import RESULTS, published
 from ftcli.cli.app import build_app, main
+from ftcli.cli.commands.schema import RESULTS, published
 from tests.e2e.conftest import User
 
 

@@ -109,15 +109,6 @@ def bench(
     from ftcli.pipeline.bench_result import BenchOptions
     from ftcli.pipeline.benchmark import bench
 
-    wanted = BenchOptions(
-        batch=batch,
-        seq=seq,
-        prompt=prompt,
-        lengths=lengths,
-        layers=layers,
-        steps=steps,
-        profile=profile,
-        evaluation=evaluation,
-    )
+    wanted = BenchOptions(batch, seq, prompt, lengths, layers, steps, profile, evaluation)
     with results_only_on_stdout():
         return bench(loaded, session, wanted)

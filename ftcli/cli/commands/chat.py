@@ -25,14 +25,10 @@ _HELP = "/reset starts over, /exit or Ctrl-D quits; Ctrl-C stops an answer, and 
 
 
 def talk(chat: Chat, reporter: Reporter, out: TextIO, style: Style, read: Callable[[], str] | None = None) -> None:
-    """Asks and answers until ``/exit`` or the end of what is typed.
+    """Asks and answers until ``/exit`` or the end of what is typed; ``read`` gives a line, or raises EOFError.
 
-    Args:
-        read: Gives a line, or raises EOFError at the end; None reads the terminal.
-
-    Raises:
-        KeyboardInterrupt: Ctrl-C where no answer is generated, or a second one while an answer is being stopped.
-        FtcliError: whatever is not about the line that was typed.
+    Raises KeyboardInterrupt for Ctrl-C where no answer is generated, or a second one while an answer is being stopped;
+    FtcliError for whatever is not about the line that was typed.
     """
     sampling = chat.sampling
     chosen = f"temperature {sampling.temperature:g}, top-p {sampling.top_p:g}" if sampling.temperature else "greedy"

@@ -84,7 +84,7 @@ def every_gpu_text(result: EveryGpu) -> str:
             "dtype": each.dtype or "",
             "gradient_checkpointing": each.gradient_checkpointing or "",
             "most_rows": "" if each.most_rows is None else str(each.most_rows),
-            **({} if not priced else {"time": _time(each), "cost": "" if each.cost is None else f"{each.cost:,.2f}"}),
+            **(_priced(each) if priced else {}),
         }
         for each in result.gpus
     ]
@@ -94,8 +94,9 @@ def every_gpu_text(result: EveryGpu) -> str:
     return "\n".join([*table(records), *(["", *told] if told else []), *(["", *reasons] if reasons else [])])
 
 
-def _time(gpu: GpuVerdict) -> str:
-    return "" if gpu.seconds is None else f"{duration(gpu.seconds)} ±{gpu.within:.0%}"
+def _priced(gpu: GpuVerdict) -> JsonObject:
+    time = "" if gpu.seconds is None else f"{duration(gpu.seconds)} ±{gpu.within:.0%}"
+    return {"time": time, "cost": "" if gpu.cost is None else f"{gpu.cost:,.2f}"}
 
 
 def _needed(gpu: GpuVerdict) -> str:
@@ -166,13 +167,14 @@ def _facts(result: CheckResult) -> list[str]:
     if (active := report.facts.active_parameters) is not None:
         parameters += f", {_millions(active)} of them for each token"
     adapter = f", adapters {dtypes.adapter}" if dtypes.adapter else ""
+    chosen = report.checkpointing.requested == "auto"
     return [
         f"model      {model.name} ({model.source}){parameters}",
         f"dtype      {dtypes.compute}: {dtypes.reason}; weights {dtypes.parameter}{adapter}",
         f"attention  {result.attention or report.plan.execution.attention}",
         *_adapters(result.adapters),
         *_asked(report.asked),
-        *_checkpointing(report.checkpointing),
+        *([f"recompute  gradient_checkpointing: {_chosen(report.checkpointing)}"] if chosen else []),
         *([f"judges     {', '.join(result.judges)}"] if result.judges else []),
     ]
 
@@ -195,11 +197,6 @@ def _asked(other: AskedModel | None) -> list[str]:
     memory = "" if other.needed_bytes is None else f", {gib(other.needed_bytes)} GiB"
     source = f"{other.facts.name} ({other.facts.source}), {size} parameters"
     return [f"reference  {source}; scored before the model is loaded{memory}"]
-
-
-def _checkpointing(choice: CheckpointingChoice) -> list[str]:
-    """The policy that `auto` chose, and why; nothing if the recipe names one."""
-    return [] if choice.requested != "auto" else [f"recompute  gradient_checkpointing: {_chosen(choice)}"]
 
 
 def _chosen(choice: CheckpointingChoice) -> str:

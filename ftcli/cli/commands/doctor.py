@@ -15,7 +15,7 @@ from ftcli.cli.render import result_text
 from ftcli.errors import FtcliError
 from ftcli.plain import LEFT_OUT, JsonMap, JsonObject
 from ftcli.reporting import Session
-from ftcli.tables import Package, exports, judges, loggers, optimizers
+from ftcli.tables import Package, exports, installed_version, judges, loggers, optimizers
 from ftcli.units import size
 
 if TYPE_CHECKING:
@@ -148,16 +148,6 @@ def _row(name: str, against: str | None, otherwise: str) -> Ability:
 def _extra(package: Package) -> Extra:
     found = installed_version(package.name)
     return Extra(package.name, package.use, found, None if found else f"pip install '{package.install}'")
-
-
-def installed_version(package: str) -> str | None:
-    """The installed version of `package`, None where it is not installed. Imports nothing."""
-    from importlib import metadata
-
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def doctor_text(result: Examination) -> str:

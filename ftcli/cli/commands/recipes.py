@@ -58,20 +58,15 @@ def convert(
       ftcli recipes convert train.sh --from trl > mine.yaml
     """
 
-    from ftcli.config.conversion import convert as converted
+    from ftcli.config.conversion.convert import convert as converted
 
-    _require_known(dialect)
+    if dialect is not None and dialect not in dialects.names():
+        message, help = f"no tool `{dialect}` is known", f"choose from: {', '.join(dialects.names())}"
+        raise FtcliError.single("FT150", message, origin=Origin(f"--from {dialect}"), help=help)
     made = converted(expanded(file), dialect)
     for finding in made.findings:
         session.reporter.finding(finding)
     return {"dialect": made.dialect, "recipe": made.text}
-
-
-def _require_known(dialect: str | None) -> None:
-    if dialect is None or dialect in dialects.names():
-        return
-    help = f"choose from: {', '.join(dialects.names())}"
-    raise FtcliError.single("FT150", f"no tool `{dialect}` is known", origin=Origin(f"--from {dialect}"), help=help)
 
 
 def _wrote(result: JsonMap) -> str:

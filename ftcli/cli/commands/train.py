@@ -23,15 +23,11 @@ if TYPE_CHECKING:
 def run_as_ranks(
     load: Callable[[Sequence[Override]], LoadedRecipe], gpus: str | None, session: Session
 ) -> LoadedRecipe | EndedElsewhere:
-    """The recipe to run in this process; or how the processes ended that have run it.
+    """The recipe to run in this process, as ``load`` gives it with further overrides (``--gpus`` says so for
+    ``launch.num_processes``); or how the processes ended that have run it.
 
-    Args:
-        load: Loads the recipe, with further overrides.
-        gpus: ``--gpus``: it says so for ``launch.num_processes``.
-
-    Raises:
-        FtcliError: FT516 (exit 3) for more GPUs than there are, FT150 (exit 2) for what is no number, FT517 (exit 3)
-            where srun has started several copies of the command.
+    Raises FtcliError FT516 (exit 3) for more GPUs than there are, FT150 (exit 2) for what is no number, FT517 (exit 3)
+    where srun has started several copies of the command.
     """
     from ftcli.cli import children
     from ftcli.facts.device import most_processes, usable_cores

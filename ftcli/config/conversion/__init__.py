@@ -1,5 +1,1 @@
 """Recipes of other tools, turned into ours: what they say, in our words, and what cannot be said here."""
-
-from ftcli.config.conversion.convert import Conversion, convert
-
-__all__ = ["Conversion", "convert"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 from ftcli.config.conversion import preferences, sources
@@ -74,11 +73,11 @@ def _before(draft: Draft) -> None:
     draft.full = is_off(draft.said("adapter"))
     rl, scores = draft.given.get("rl"), draft.given.get("reward_model")
     if scores is not None and truth(scores.value):
-        preferences.begin(draft, "reward", scores)
+        draft.put("train.method", "reward", scores)
         return
     if rl is None or str(rl.value) not in ("dpo", "ipo", "kto", "orpo", "simpo"):
         return
-    preferences.begin(draft, "dpo" if rl.value == "ipo" else str(rl.value), rl)
+    draft.put("train.method", "dpo" if rl.value == "ipo" else str(rl.value), rl)
     losses = draft.given.get("dpo_loss_type")
     if rl.value == "ipo":
         preferences.choose(draft, rl, ["ipo"])
@@ -269,19 +268,9 @@ def _total_batch(draft: Draft, given: ForeignSetting) -> None:
         draft.unusable(given, f"batch_size: {given.value} is no multiple of micro_batch_size", help)
 
 
-def _schedule(draft: Draft, given: ForeignSetting) -> None:
-    if "cosine_min_lr_ratio" not in draft.given:
-        draft.take(given, "train.lr_scheduler_type")
-
-
 def _lowest_rate(draft: Draft, given: ForeignSetting) -> None:
     draft.put("train.lr_scheduler_type", "cosine_with_min_lr", given)
     draft.put("train.lr_scheduler_kwargs", {"min_lr_rate": given.value}, given)
-
-
-def _warmup_share(draft: Draft, given: ForeignSetting) -> None:
-    if "warmup_steps" not in draft.given:
-        draft.take(given, "train.warmup_steps")
 
 
 def _after(draft: Draft) -> None:
@@ -317,10 +306,10 @@ RULES = r.Rules(
         "chat_template": _chat_template,
         "plugins": _plugins,
         "chat_template_jinja": sources.template,
-        "warmup_ratio": _warmup_share,
+        "warmup_ratio": r.to("train.warmup_steps", unless="warmup_steps"),
         "warmup_steps": r.to("train.warmup_steps"),
         "batch_size": _total_batch,
-        "lr_scheduler": _schedule,
+        "lr_scheduler": r.to("train.lr_scheduler_type", unless="cosine_min_lr_ratio"),
         "cosine_min_lr_ratio": _lowest_rate,
         "flash_attention": r.attention,
         "sdp_attention": r.attention,
@@ -342,12 +331,10 @@ RULES = r.Rules(
     },
     before=_before,
     after=_after,
-    defaults=MappingProxyType(
-        {
-            "data.max_seq_len": 512,
-            "data.overlong": "drop",
-            "train.lr_scheduler_type": "cosine",
-            "train.optim": "adamw_torch_fused",
-        }
-    ),
+    defaults={
+        "data.max_seq_len": 512,
+        "data.overlong": "drop",
+        "train.lr_scheduler_type": "cosine",
+        "train.optim": "adamw_torch_fused",
+    },
 )

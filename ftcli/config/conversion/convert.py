@@ -30,9 +30,8 @@ class Conversion:
 def convert(path: Path, dialect: str | None = None) -> Conversion:
     """Reads ``path`` as a recipe of ``dialect``, a name of :mod:`ftcli.tables.dialects`; None finds out which.
 
-    Raises:
-        FtcliError: FT101 to FT119 for files that cannot be read, FT164 where it is not clear whose recipe it is, FT163
-            for one that cannot become one of ours.
+    Raises FtcliError FT101 to FT119 for files that cannot be read, FT164 where it is not clear whose recipe it is,
+    FT163 for one that cannot become one of ours.
     """
     source = read(path)
     name = dialect or source.dialect or _detected(source)
@@ -94,14 +93,13 @@ def _require_held_out_rows(draft: Draft) -> None:
     if any(item in train for item in listed(draft.get("data.eval"))):
         help = "write held-out rows into a file of their own, and name it in data.eval"
         message = "the held-out rows would be those that are trained on: they are left out"
-        draft.findings.append(Finding("FT161", message, draft.values.pop("data.eval").origin, help, "warning"))
+        draft.leave_out("data.eval", "FT161", message, help)
     if "data.eval" in draft.values:
         return
     for key in ("eval.every_steps", "train.early_stopping", "checkpoint.keep_best"):
-        drafted = draft.values.pop(key, None)
-        if drafted is not None:
+        if key in draft.values:
             help = "name held-out rows in data.eval, and set it again"
-            draft.findings.append(Finding("FT160", f"`{key}` needs held-out rows", drafted.origin, help, "warning"))
+            draft.leave_out(key, "FT160", f"`{key}` needs held-out rows", help)
 
 
 def _valid_text(draft: Draft) -> str:
@@ -116,10 +114,8 @@ def _valid_text(draft: Draft) -> str:
         if not refused:
             raise FtcliError([*draft.findings, *findings], ExitCode.RECIPE)
         for key, finding in refused:
-            drafted = draft.values.pop(key, None)
-            if drafted is not None:
-                left_out = f"{finding.message}; it is left out"
-                draft.findings.append(Finding("FT162", left_out, drafted.origin, finding.help, "warning"))
+            if key in draft.values:
+                draft.leave_out(key, "FT162", f"{finding.message}; it is left out", finding.help)
     return text
 
 

@@ -43,10 +43,7 @@ class Draft:
     """A recipe in the making.
 
     Attributes:
-        file: The other tool's recipe.
         given: The other tool's settings by dotted name, those that say nothing left out.
-        blank: Those that stand there without a value.
-        values: Ours, by dotted key.
         findings: What has no counterpart (FT160), means something else (FT161) or could not be used (FT162).
         left_out: Our keys whose value in the file cannot be used, so that the tool's default is not what it meant.
         full: All weights are trained: what the file says of adapters has no effect there.
@@ -118,6 +115,10 @@ class Draft:
     def unusable(self, given: ForeignSetting, what: str, help: str) -> None:
         """FT162: a value that cannot be used here; the setting is left out."""
         self._find("FT162", given, what, help, "warning")
+
+    def leave_out(self, key: str, code: str, what: str, help: str | None = None) -> None:
+        """Takes one of our keys out again, and says so at the setting that it came from."""
+        self.findings.append(Finding(code, what, self.values.pop(key).origin, help, "warning"))
 
     def remark(self, what: str, help: str) -> None:
         """FT161 about what the file does not say."""

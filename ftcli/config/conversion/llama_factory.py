@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
+from contextlib import suppress
 from pathlib import Path
-from types import MappingProxyType
 
 from ftcli.config.conversion import preferences, sources
 from ftcli.config.conversion import rules as r
 from ftcli.config.conversion.draft import Draft, truth
 from ftcli.config.conversion.source import ForeignSetting
-from ftcli.plain import JsonObject, map_in
+from ftcli.plain import JsonObject, map_in, parsed_map
 
 #: Its registry of datasets.
 _INDEX = "dataset_info.json"
@@ -41,12 +40,12 @@ def _before(draft: Draft) -> None:
     draft.full = draft.said("finetuning_type") == "full"
     stage, loss = draft.given.get("stage"), draft.given.get("pref_loss")
     if stage is not None and stage.value == "kto":
-        preferences.begin(draft, "kto", stage)
+        draft.put("train.method", "kto", stage)
     if stage is not None and stage.value == "rm":
-        preferences.begin(draft, "reward", stage)
+        draft.put("train.method", "reward", stage)
     if stage is not None and stage.value == "dpo":
         name = str(loss.value) if loss is not None else "sigmoid"
-        preferences.begin(draft, name if name in ("orpo", "simpo") else "dpo", stage)
+        draft.put("train.method", name if name in ("orpo", "simpo") else "dpo", stage)
         preferences.choose(draft, loss, [name])
 
 
@@ -76,13 +75,10 @@ def _folder(draft: Draft) -> str:
 def _index(draft: Draft) -> JsonObject:
     """Its registry of datasets, where it lies in the folder that the recipe names; else nothing."""
     path = Path(_folder(draft)) / _INDEX
-    try:
-        if path.stat().st_size > _MAX_INDEX:
-            return {}
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
+    with suppress(OSError):
+        if path.stat().st_size <= _MAX_INDEX:
+            return parsed_map(path.read_bytes()) or {}
+    return {}
 
 
 def _registered(draft: Draft, given: ForeignSetting, name: str, index: JsonObject) -> tuple[JsonObject, str | None]:
@@ -223,8 +219,6 @@ RULES = r.Rules(
     },
     before=_before,
     after=_after,
-    defaults=MappingProxyType(
-        {"lora.r": 8, "data.max_seq_len": 2048, "train.learning_rate": 5e-5, **r.TRAINER_DEFAULTS}
-    ),
+    defaults={"lora.r": 8, "data.max_seq_len": 2048, "train.learning_rate": 5e-5, **r.TRAINER_DEFAULTS},
     nulls=frozenset({"max_grad_norm"}),
 )

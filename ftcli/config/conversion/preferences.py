@@ -6,7 +6,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
 
 from ftcli.config.conversion import rules as r
 from ftcli.config.conversion import sources
@@ -32,17 +31,15 @@ _COMMANDS = {
     "RewardTrainer": "reward",
 }  # fmt: skip
 #: What folders, files and runs of such recipes are called, and whether that trainer is converted.
-_TRAINERS: Mapping[str, str] = MappingProxyType(
-    {
-        **{name: name for name in ("dpo", "kto", "orpo", "cpo")},
-        "simpo": "cpo",
-        "reward": "reward",
-        "rm": "reward",
-        "grpo": "",
-        "ppo": "",
-        "rloo": "",
-    }
-)
+_TRAINERS: Mapping[str, str] = {
+    **{name: name for name in ("dpo", "kto", "orpo", "cpo")},
+    "simpo": "cpo",
+    "reward": "reward",
+    "rm": "reward",
+    "grpo": "",
+    "ppo": "",
+    "rloo": "",
+}
 _SETTINGS_OF_PAIRS = tuple(f"preference.{name}" for name in ("label_smoothing", "gamma", "ld_alpha"))
 _SETTINGS_OF_LABELS = tuple(f"preference.{name}" for name in ("desirable_weight", "undesirable_weight"))
 #: Losses of the CPO trainer, as they are called here.
@@ -74,11 +71,6 @@ def _rows(draft: Draft) -> str:
 
 def _section(draft: Draft) -> str | None:
     return methods.row(draft.get("train.method")).section
-
-
-def begin(draft: Draft, method: str, given: ForeignSetting | None, comment: str | None = None) -> None:
-    """The recipe learns from pairs by ``method``."""
-    draft.put("train.method", method, given, comment)
 
 
 def losses_of(draft: Draft) -> list[str]:
@@ -121,12 +113,9 @@ def _is_weight(value: object) -> bool:
 
 
 def finish(draft: Draft, beta: float = 0.1, *, drops: bool = True, prompts: bool = True) -> None:
-    """Drafts what follows from the losses, and leaves out what preference methods do not offer.
-
-    Args:
-        beta: The tool's default.
-        drops: Dropout is off in the tool while it learns from pairs, unless `disable_dropout` says otherwise.
-        prompts: Its ORPO trains the prompt's tokens as well.
+    """Drafts what follows from the losses, and leaves out what preference methods do not offer. ``beta`` is the tool's
+    default; under ``drops`` it switches dropout off unless `disable_dropout` says otherwise, and under ``prompts`` its
+    ORPO trains the prompt's tokens as well.
     """
     _of_one_section(draft)
     if not wanted(draft):
@@ -149,10 +138,8 @@ def _of_one_section(draft: Draft) -> None:
     """Leaves out settings of methods that are not the recipe's."""
     own = _section(draft) if draft.get("train.method") in methods.names() else None
     for key in [key for key in draft.values if key.startswith(("preference.", "reward.")) and key.split(".")[0] != own]:
-        drafted, section = draft.values.pop(key), key.split(".")[0]
-        readers = [name for name in methods.names() if methods.row(name).section == section]
-        help = f"it is read by train.method {', '.join(readers)}"
-        draft.findings.append(Finding("FT160", f"`{key}` is left out", drafted.origin, help, "warning"))
+        readers = [name for name in methods.names() if methods.row(name).section == key.split(".")[0]]
+        draft.leave_out(key, "FT160", f"`{key}` is left out", f"it is read by train.method {', '.join(readers)}")
 
 
 def _score_alone(draft: Draft) -> None:
@@ -169,9 +156,8 @@ def _of_one_kind(draft: Draft) -> None:
     """Leaves out settings of labelled answers under pairs, and of pairs under these; tells what KTO means here."""
     others = _SETTINGS_OF_PAIRS if labelled(draft) else _SETTINGS_OF_LABELS
     for key in (key for key in others if key in draft.values):
-        drafted, method = draft.values.pop(key), methods.row(draft.get("train.method"))
-        what = f"`{key}` is left out: {method.title} does not read it"
-        draft.findings.append(Finding("FT160", what, drafted.origin, None, "warning"))
+        method = methods.row(draft.get("train.method"))
+        draft.leave_out(key, "FT160", f"`{key}` is left out: {method.title} does not read it")
     if labelled(draft) and preference_losses.row(losses_of(draft)[0]).estimates_kl:
         help = "so no split into micro-batches and processes changes the loss; preference.kl_rows makes it cheaper"
         draft.remark(f"{draft.tool} estimates KTO's KL in each micro-batch; here it is that of the whole step", help)
@@ -205,11 +191,12 @@ def _leave_out(draft: Draft) -> None:
         drafted = draft.values.get(key)
         if drafted is None or drafted.value in values:
             continue
-        del draft.values[key]
-        if drafted.origin is not None:
+        if drafted.origin is None:
+            del draft.values[key]
+        else:
             help = f"choose from {', '.join(map(str, values))}" if None not in values else "remove it"
             what = f"`{key}: {drafted.value}` is not offered with {method.title}: it is left out"
-            draft.findings.append(Finding("FT162", what, drafted.origin, help, "warning"))
+            draft.leave_out(key, "FT162", what, help)
 
 
 # -- settings -----------------------------------------------------------------------------------------------------
@@ -257,10 +244,8 @@ def gamma(draft: Draft, given: ForeignSetting) -> None:
         draft.lost(given, "simpo alone has a margin", harmless=True)
 
 
-def cross_entropy(draft: Draft, given: ForeignSetting) -> None:
-    """The weight of the chosen answers' cross-entropy; 0 is ours where nothing is said."""
-    if not is_off(given.value):
-        draft.take(given, "preference.sft_weight")
+#: The weight of the chosen answers' cross-entropy; 0 is ours where nothing is said.
+cross_entropy = r.unless_off("preference.sft_weight")
 
 
 def _cpo_alpha(draft: Draft, given: ForeignSetting) -> None:
@@ -324,31 +309,24 @@ def _loss_type(draft: Draft, given: ForeignSetting) -> None:
         draft.lost(given, "the loss is the negative log-likelihood of each token")
 
 
-def _centring(draft: Draft, given: ForeignSetting) -> None:
-    if not is_off(given.value):
-        draft.take(given, "reward.center_rewards_coefficient")
-
-
 #: What TRL's trainers of preferences read.
-OF_TRL: Mapping[str, r.Rule] = MappingProxyType(
-    {
-        "beta": r.to("preference.beta"),
-        "ld_alpha": r.to("preference.ld_alpha"),
-        "use_weighting": r.to("preference.use_weighting"),
-        "label_smoothing": _smoothing_of_trl,
-        "loss_type": _loss_type,
-        "loss_weights": r.read,
-        "simpo_gamma": gamma,
-        "cpo_alpha": _cpo_alpha,
-        "rpo_alpha": cross_entropy,
-        "ref_model": reference,
-        "ref_model_name_or_path": reference,
-        "ref_model_revision": _revision,
-        "reference_free": _reference_free,
-        _OF_SCORES: _centring,
-        "disable_dropout": r.read,
-    }
-)
+OF_TRL: Mapping[str, r.Rule] = {
+    "beta": r.to("preference.beta"),
+    "ld_alpha": r.to("preference.ld_alpha"),
+    "use_weighting": r.to("preference.use_weighting"),
+    "label_smoothing": _smoothing_of_trl,
+    "loss_type": _loss_type,
+    "loss_weights": r.read,
+    "simpo_gamma": gamma,
+    "cpo_alpha": _cpo_alpha,
+    "rpo_alpha": cross_entropy,
+    "ref_model": reference,
+    "ref_model_name_or_path": reference,
+    "ref_model_revision": _revision,
+    "reference_free": _reference_free,
+    _OF_SCORES: r.unless_off("reward.center_rewards_coefficient"),
+    "disable_dropout": r.read,
+}
 
 
 # -- TRL's trainers -----------------------------------------------------------------------------------------------
@@ -364,7 +342,7 @@ def of_trl(draft: Draft) -> None:
     if trainer == "cpo":
         _cpo(draft, given, names)
     else:
-        begin(draft, trainer, said)
+        draft.put("train.method", trainer, said)
         if trainer == "reward":
             _drops_long_pairs(draft)
         elif trainer in ("dpo", "kto") and names:
@@ -386,7 +364,7 @@ def _cpo(draft: Draft, given: ForeignSetting | None, names: Sequence[object]) ->
         raise draft.refuse(given, f"CPO with the loss `{theirs}` is not offered", help)
     if theirs == "alphapo" and not is_off(draft.said("alpha")):
         raise draft.refuse(given, "AlphaPO is not offered", "simpo is its form with alpha: 0")
-    begin(draft, "simpo" if ours == "simpo" else "dpo", given or draft.given.get("command"))
+    draft.put("train.method", "simpo" if ours == "simpo" else "dpo", given or draft.given.get("command"))
     if ours == "cpo":
         draft.put("preference.loss", "cpo", given, "CPO compares with no reference")
     if theirs != "alphapo":

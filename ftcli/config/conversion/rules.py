@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 
 from ftcli.config.conversion.draft import Draft, is_off, truth
 from ftcli.config.conversion.source import ForeignSetting
@@ -18,10 +17,6 @@ Rule = Callable[[Draft, ForeignSetting], None]
 _TRAINER = "transformers"
 #: Our sections whose keys other tools call the same.
 _HOMES = ("train", "lora", "data", "eval", "logging")
-
-
-def _nothing(_draft: Draft) -> None:
-    pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +34,8 @@ class Rules:
     """
 
     computed: Mapping[str, Rule]
-    before: Callable[[Draft], None] = _nothing
-    after: Callable[[Draft], None] = _nothing
+    before: Callable[[Draft], None] = lambda _: None
+    after: Callable[[Draft], None] = lambda _: None
     defaults: JsonMap = field(default_factory=dict)
     nulls: frozenset[str] = frozenset()
     flatten: bool = False
@@ -160,9 +155,14 @@ def read(_draft: Draft, _given: ForeignSetting) -> None:
     """Another rule has read it."""
 
 
-def to(key: str) -> Rule:
-    """The setting is our key."""
-    return lambda draft, given: draft.take(given, key)
+def to(key: str, *, unless: str = "") -> Rule:
+    """The setting is our key, unless the file has another one that counts."""
+    return lambda draft, given: None if unless in draft.given else draft.take(given, key)
+
+
+def unless_off(key: str) -> Rule:
+    """The setting is our key; off is ours where nothing is said."""
+    return lambda draft, given: None if is_off(given.value) else draft.take(given, key)
 
 
 def attention(draft: Draft, given: ForeignSetting) -> None:
@@ -253,19 +253,19 @@ def _warmup(draft: Draft, given: ForeignSetting) -> None:
 
 
 #: What tools that pass settings on to transformers' trainer have in common.
-_OF_TRANSFORMERS: Mapping[str, Rule] = MappingProxyType(
-    {
-        "gradient_checkpointing": checkpointing,
-        "attn_implementation": attention,
-        "run_name": run_name,
-        "report_to": _trackers,
-        "warmup_ratio": _ratio,
-        "warmup_steps": _warmup,
-        "max_grad_norm": clipping,
-    }
-)
+_OF_TRANSFORMERS: Mapping[str, Rule] = {
+    "gradient_checkpointing": checkpointing,
+    "attn_implementation": attention,
+    "run_name": run_name,
+    "report_to": _trackers,
+    "warmup_ratio": _ratio,
+    "warmup_steps": _warmup,
+    "max_grad_norm": clipping,
+}
 #: What transformers' trainer does where recipes that pass settings on to it (TRL, LLaMA-Factory) say nothing.
-TRAINER_DEFAULTS: JsonMap = MappingProxyType(
-    {"train.num_train_epochs": 3.0, "train.per_device_train_batch_size": 8, "train.optim": "adamw_torch_fused"}
-)
+TRAINER_DEFAULTS: JsonMap = {
+    "train.num_train_epochs": 3.0,
+    "train.per_device_train_batch_size": 8,
+    "train.optim": "adamw_torch_fused",
+}
 NO_COPIES = "rows are read as they are: prepare the file so"

@@ -19,7 +19,7 @@ from pathlib import Path
 from ftcli.config.recipe_file import lines_of, read_text
 from ftcli.config.secrets import is_secret_key, is_secret_value, mask_lines
 from ftcli.config.yaml import Leaf, ListNode, MapEntry, MapNode, Scalar, Tree, parse_file, plain_scalar, plain_tree
-from ftcli.errors import ExitCode, Finding, FtcliError, Origin
+from ftcli.errors import Finding, FtcliError, Origin
 
 #: Maps that are one setting.
 _WHOLE = (
@@ -142,8 +142,7 @@ def _words(text: str) -> list[str] | None:
         return shlex.split(joined, comments=True)
     except ValueError as error:
         help = "quotes of a command line come in pairs; or write the settings as YAML"
-        origin = Origin("command line in the file")
-        raise FtcliError([Finding("FT163", f"not a command line: {error}", origin, help)], ExitCode.RECIPE) from None
+        raise _refused(Origin("command line in the file"), f"not a command line: {error}", help) from None
 
 
 def _of_words(words: list[str], text: str, path: Path) -> MapNode:
@@ -231,12 +230,10 @@ def is_code(path: Path) -> bool:
 
 def settings_of_code(text: str, path: Path) -> tuple[MapNode, str, dict[str, Finding]]:
     """The arguments of all calls that are known, by the names of the tool's recipes; the tool, unsloth or trl; and what
-    only running the code would tell (FT162).
+    only running the code would tell (FT162). Of an argument that is given twice the last one counts; of several
+    datasets none.
 
-    Of an argument that is given twice the last one counts; of several datasets none.
-
-    Raises:
-        FtcliError: FT163 for a notebook that is none, or a script that cannot be parsed.
+    Raises FtcliError FT163 for a notebook that is none, or a script that cannot be parsed.
     """
     pieces = list(_pieces(text, path))
     assigned = [node for piece in pieces for node in piece.tree.body if isinstance(node, ast.Assign)]
@@ -321,22 +318,28 @@ def _arguments(
     origin = piece.origin(call)
     if name not in _CALLS or _is_tokenizer(call):
         return _other_call(call, name, piece, names, findings)
-    entries = {key: MapEntry(origin, Leaf(origin, value, str(value))) for key, value in _IMPLIED.get(name, {}).items()}
+    entries = {key: _entry(origin, value) for key, value in _IMPLIED.get(name, {}).items()}
     if name.endswith("Trainer"):
-        entries["trainer"] = MapEntry(origin, Leaf(origin, name, name))
+        entries["trainer"] = _entry(origin, name)
     for key, node in _by_name(call, name).items():
         tree = _written_out(node, piece.origin(node), names)
         if tree is not None:
             entries["dataset" if key == "data_files" else key] = MapEntry(tree.origin, tree)
         elif key == "ref_model":
-            entries[key] = MapEntry(piece.origin(node), Leaf(piece.origin(node), "another model", "another model"))
+            entries[key] = _entry(piece.origin(node), "another model")
         elif key == "formatting_func":
             _tell_of_rows(f"`{key}`", piece.origin(node), findings)
         elif key not in _OBJECTS and not key.startswith("argument "):
-            help = "nothing is run: write its value into the new recipe"
-            what = f"`{key}` is computed by the code"
-            findings[key] = Finding("FT162", what, piece.origin(node), help, "warning")
+            findings[key] = _computed(key, piece.origin(node), "write its value into the new recipe")
     return entries
+
+
+def _entry(origin: Origin, value: Scalar) -> MapEntry:
+    return MapEntry(origin, Leaf(origin, value, str(value)))
+
+
+def _computed(key: str, origin: Origin, remedy: str) -> Finding:
+    return Finding("FT162", f"`{key}` is computed by the code", origin, f"nothing is run: {remedy}", "warning")
 
 
 def _other_call(
@@ -345,33 +348,24 @@ def _other_call(
     """What other calls say: a trainer's class, which turns are trained, the template, and that rows are made anew."""
     origin = piece.origin(call)
     if name.endswith("Trainer"):
-        return {"trainer": MapEntry(origin, Leaf(origin, name, name))}
+        return {"trainer": _entry(origin, name)}
     if name == "train_on_responses_only":
         return {"train_on_completions": MapEntry(origin, Leaf(origin, True, "true"))}
     if name in _OF_ROWS:
         _tell_of_rows(f"`{name}`", origin, findings)
-    if name == "get_chat_template":  # Unsloth's; all else that it is told, it finds in the rows
-        named = next((word.value for word in call.keywords if word.arg == "chat_template"), None)
-        return _template(named or next(iter(call.args[1:]), None), piece, names, findings)
+    named = [word.value for word in call.keywords if word.arg == "chat_template"] or call.args[1:]
+    if name == "get_chat_template" and named:  # Unsloth's; all else that it is told, it finds in the rows
+        tree = _written_out(named[0], piece.origin(named[0]), names)
+        if tree is not None:
+            return {"chat_template": MapEntry(tree.origin, tree)}
+        remedy = "name a .jinja file in data.chat_template"
+        findings["chat_template"] = _computed("chat_template", piece.origin(named[0]), remedy)
     return {}
 
 
 def _tell_of_rows(what: str, origin: Origin, findings: dict[str, Finding]) -> None:
     help = "nothing is run: write the rows that it makes into a file, and name that in data.train"
     findings.setdefault(f".{what}", Finding("FT162", f"{what} makes other rows by code", origin, help, "warning"))
-
-
-def _template(
-    node: ast.expr | None, piece: _Piece, names: Mapping[str, ast.expr], findings: dict[str, Finding]
-) -> dict[str, MapEntry]:
-    tree = None if node is None else _written_out(node, piece.origin(node), names)
-    if tree is not None:
-        return {"chat_template": MapEntry(tree.origin, tree)}
-    if node is not None:
-        help = "nothing is run: name a .jinja file in data.chat_template"
-        what = "`chat_template` is computed by the code"
-        findings["chat_template"] = Finding("FT162", what, piece.origin(node), help, "warning")
-    return {}
 
 
 def _by_name(call: ast.Call, name: str) -> dict[str, ast.expr]:
@@ -421,4 +415,4 @@ def _product(sides: list[Tree | None], origin: Origin) -> Tree | None:
 
 
 def _refused(origin: Origin, message: str, help: str) -> FtcliError:
-    return FtcliError([Finding("FT163", message, origin, help)], ExitCode.RECIPE)
+    return FtcliError.single("FT163", message, origin=origin, help=help)

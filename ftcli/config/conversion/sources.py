@@ -35,9 +35,8 @@ def place(path: str) -> str | None:
 
 
 def source(draft: Draft, given: ForeignSetting, path: object, **more: Any) -> JsonObject:
-    """One item of `data.train`: where rows are, and what else is known of them. What is None is left out.
-
-    Nothing, where rows lie at an address that is not read, and where it is no name at all.
+    """One item of `data.train`: where rows are, and what else is known of them. Nothing where they lie at an address
+    that is not read, and where it is no name at all.
     """
     if not isinstance(path, str) or is_url(path) or not path:
         what = f"`{path}` is not read" if path else "a dataset without a path"

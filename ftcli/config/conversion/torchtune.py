@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from types import MappingProxyType
 
 from ftcli.config.conversion import preferences, sources
 from ftcli.config.conversion import rules as r
 from ftcli.config.conversion.draft import Draft, is_off, truth
 from ftcli.config.conversion.source import ForeignSetting
 from ftcli.config.dialects import VALUES
+from ftcli.plain import JsonMap
 
 #: Builders of datasets: where their rows are, our layout, and whether prompts are trained unless said otherwise.
 _DATASETS: dict[str, tuple[str | None, str | None, bool]] = {
@@ -54,7 +54,7 @@ def _before(draft: Draft) -> None:
     name = _name(draft.said("loss._component_"))
     if name in _PREFERENCES:
         method, ours = _PREFERENCES[name]
-        preferences.begin(draft, method, loss, f"torchtune: {name}")
+        draft.put("train.method", method, loss, f"torchtune: {name}")
         preferences.choose(draft, loss, [ours])
     elif sections & _OTHERS or "ref_checkpointer" in sections or re.search("PO|RSO", name):
         help = "those of SFT and of pairs (DPOLoss, RSOLoss, SimPOLoss) are, with LoRA, QLoRA and without"
@@ -89,11 +89,8 @@ def _dataset(key: str) -> r.Rule:
             draft.unusable(given, f"the dataset `{builder}`", f"name its rows in {key}: a file, or hub:ORG/NAME")
             return
         where, layout, prompts = _DATASETS[builder]
-        said = {name: draft.said(f"{section}.{name}") for name in ("source", "data_files", "split", "name")}
         layout = layout or _STYLES.get(str(draft.said(f"{section}.conversation_style")))
-        more = {"columns": _columns(draft, section, layout), "split": said["split"], "name": said["name"]}
-        files = sources.listed(said["data_files"] or said["source"] or where) or [None]
-        sources.put(draft, key, [sources.source(draft, given, path, **more) for path in files], given)
+        _put(draft, given, key, where, _columns(draft, section, layout))
         if key != "data.train":
             return
         sources.layouts(draft, {layout}, given)
@@ -107,16 +104,21 @@ def _dataset(key: str) -> r.Rule:
     return rule
 
 
+def _put(draft: Draft, given: ForeignSetting, key: str, where: str | None, columns: JsonMap) -> None:
+    """Drafts the rows that a builder's settings name; those of ``where`` if they name none."""
+    said = {name: draft.said(f"{given.section}.{name}") for name in ("source", "data_files", "split", "name")}
+    more = {"columns": columns, "split": said["split"], "name": said["name"]}
+    files = sources.listed(said["data_files"] or said["source"] or where) or [None]
+    sources.put(draft, key, [sources.source(draft, given, path, **more) for path in files], given)
+
+
 def _pairs(draft: Draft, given: ForeignSetting, key: str, builder: str) -> None:
     """Rows of pairs: messages, but for those of Stack Exchange, which lie in a folder of their dataset."""
     where, columns = _PAIRS[builder]
     start = f"{given.section}."
     named = {name: str(draft.said(f"{start}column_map.{name}") or "") for name in ("prompt", "chosen", "rejected")}
     columns = {**columns, **{ours: theirs for ours, theirs in named.items() if theirs and ours != theirs}}
-    said = {name: draft.said(f"{start}{name}") for name in ("source", "data_files", "split", "name")}
-    more = {"columns": columns, "split": said["split"], "name": said["name"]}
-    files = sources.listed(said["data_files"] or said["source"] or where) or [None]
-    sources.put(draft, key, [sources.source(draft, given, path, **more) for path in files], given)
+    _put(draft, given, key, where, columns)
     if builder == "stack_exchange_paired_dataset":
         preferences.plain_texts(draft, given, f"`{builder}`, which reads the folder data/rl of its dataset")
     if truth(draft.said(f"{start}train_on_input")):
@@ -269,8 +271,6 @@ RULES = r.Rules(
     },
     before=_before,
     after=_after,
-    defaults=MappingProxyType(
-        {"lora.r": 8, "lora.alpha": 16, "train.weight_decay": 0.01, "train.lr_scheduler_type": "constant"}
-    ),
+    defaults={"lora.r": 8, "lora.alpha": 16, "train.weight_decay": 0.01, "train.lr_scheduler_type": "constant"},
     trainer=False,
 )

@@ -5,8 +5,6 @@ Defaults are TRL 1.16's and transformers 5's.
 
 from __future__ import annotations
 
-from types import MappingProxyType
-
 from ftcli.config.conversion import preferences, sources
 from ftcli.config.conversion import rules as r
 from ftcli.config.conversion.draft import Draft, is_off, truth
@@ -155,16 +153,14 @@ RULES = r.Rules(
     },
     before=_before,
     after=_after,
-    defaults=MappingProxyType(
-        {
-            "lora.r": 16,
-            "lora.alpha": 32,
-            "lora.dropout": 0.05,
-            "data.max_seq_len": 1024,
-            "data.overlong": "truncate",
-            "train.learning_rate": 2e-5,
-            **r.TRAINER_DEFAULTS,
-        }
-    ),
+    defaults={
+        "lora.r": 16,
+        "lora.alpha": 32,
+        "lora.dropout": 0.05,
+        "data.max_seq_len": 1024,
+        "data.overlong": "truncate",
+        "train.learning_rate": 2e-5,
+        **r.TRAINER_DEFAULTS,
+    },
     nulls=frozenset({"max_grad_norm", "max_length", "max_seq_length"}),
 )

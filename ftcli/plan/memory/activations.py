@@ -41,7 +41,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Literal
 
 from ftcli.facts.layers import SHARED_INPUTS, Linear
@@ -56,15 +55,10 @@ class ActivationSettings:
     Attributes:
         bytes_residual, bytes_compute: p and c of the legend.
         adapted: The linear layers with adapters, of rank ``rank``; empty under full fine-tuning.
-        full: Full fine-tuning.
-        dora: Adapters are DoRA's.
         drops_residual: Dropout of what each half of a layer adds.
         rounds: Linear layers keep their input in int8 (``quantization.method: bitnet``), once for those that share it;
             ``in norms``: norms hand it over like that and keep their own input alone.
         squares_widened: The MLP's activation is squared by torch under autocast on a GPU.
-        own_norms: Each of these layers has a norm of its own before it rounds (``quantization.use_rms_norm``).
-        softcap: Attention scores are capped.
-        padded: Rows of a batch may differ in length.
         widens: Autocast has torch's norms compute in float32, as it does on a GPU.
         exchanges: Ranks share rows: attention's output is kept as it was made, and as ranks have exchanged it.
     """
@@ -384,5 +378,5 @@ def plain_layers(attention: Literal["eager", "sdpa"]) -> LayerMemory:
         "gated MLP": _mlp,
     }
     if eager:
-        return LayerMemory(MappingProxyType(kept), _eager_forward, _eager_backward, passing=_eager_passing)
-    return LayerMemory(MappingProxyType(kept), _sdpa_forward, _sdpa_backward, passing=_mlp_passing)
+        return LayerMemory(kept, _eager_forward, _eager_backward, passing=_eager_passing)
+    return LayerMemory(kept, _sdpa_forward, _sdpa_backward, passing=_mlp_passing)

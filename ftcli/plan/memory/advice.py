@@ -47,11 +47,9 @@ class Verdict:
     """An estimate compared with a device's memory.
 
     Attributes:
-        available_bytes: None, with ``level`` unknown, where the device does not say how much it has.
         change: The cheapest change that fits or, where none does, only just; None when the recipe fits as it is, or
             nothing helps.
         gpus: How many GPUs of this kind fit the recipe, where no change does on as many as it has; else None.
-        fitting_gpus: GPUs of the device table that fit the recipe as it is, smallest first.
     """
 
     level: Level
@@ -83,12 +81,8 @@ def verdict_on(found: Candidate) -> Verdict:
 
 
 def savings(plan: RunPlan, phases: Collection[Phase] = ()) -> list[tuple[Settings, int]]:
-    """Single changes to a recipe with the bytes by which its estimate falls, cheapest for the user first.
-
-    Args:
-        phases: Those in one of which memory ran out; where the run has none of them, the one that needs most.
-
-    Empty where the memory is not known, and where nothing helps.
+    """Single changes to a recipe with the bytes by which its estimate falls, cheapest for the user first; none where
+    the memory is not known. ``phases``: those in one of which memory ran out; of other runs the one that needs most.
     """
     before = candidate(plan)
     if before is None:
@@ -194,8 +188,8 @@ def _changes_that_may_fit(plan: RunPlan) -> Iterator[Settings]:
 
 
 def _smallest_base(plan: RunPlan) -> Settings:
-    """Adapters on the quantized base that takes least; in float16 where the GPU has no bfloat16. Empty where the base
-    is quantized already.
+    """Adapters on the quantized base that takes least, in float16 where the GPU has no bfloat16; empty if it is
+    quantized.
     """
     now = quantizations.row(plan.recipe.quantization.method)
     if plan.device.kind != "cuda" or now.freezes_base:

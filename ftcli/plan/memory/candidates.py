@@ -95,10 +95,8 @@ def runs_as_graphs(plan: RunPlan) -> bool:
 
 
 def leaner_policies(plan: RunPlan) -> tuple[PolicyName, ...]:
-    """Policies that keep less than the recipe's and that the host has room for, the fastest first.
-
-    On the kernels ``offload`` is both faster and leaner than ``true``, so ``true`` is only proposed where the host has
-    no room for what ``offload`` sends to it.
+    """Policies that keep less than the recipe's and that the host has room for, the fastest first. On the kernels
+    ``offload`` is both faster and leaner than ``true``, which is only proposed where the host has no room for it.
     """
     if not plan.trains:
         return ()
@@ -134,9 +132,8 @@ def smaller_batches(plan: RunPlan) -> Iterator[Settings]:
 
 
 def _divisors_below(number: int) -> list[int]:
-    """Divisors of ``number`` below it, the largest first; of very many those at most half of the last one.
-
-    A recipe may ask for a batch of a billion rows.
+    """Divisors of ``number`` below it, the largest first; of very many (a batch of a billion rows) those at most half
+    of the last one.
     """
     low = [each for each in range(1, math.isqrt(number) + 1) if number % each == 0]
     found = sorted({*low, *(number // each for each in low)} - {number}, reverse=True)
@@ -160,10 +157,7 @@ def shorter(plan: RunPlan) -> Iterator[Settings]:
 
 
 def checkpointed(plan: RunPlan) -> list[Settings]:
-    """The leaner policies as settings, applied to all layers.
-
-    First comes the recipe's own policy, where the recipe leaves layers out of it.
-    """
+    """The leaner policies as settings, applied to all layers; first the recipe's own, where it leaves layers out."""
     leaner = [{"train.gradient_checkpointing": name} for name in leaner_policies(plan)]
     if not plan.recipe.train.uncheckpointed_layers:
         return [*leaner]

@@ -25,9 +25,6 @@ class LayerBytes:
     """A layer's activations, in bytes per token.
 
     Attributes:
-        kept: All that it keeps for backward.
-        backward: What its backward pass allocates on top of that.
-        stream: One tensor of the residual stream.
         gate_and_up: The share of gate and up in ``kept``, where these two can be computed again by themselves. None for
             layers that cannot be run again by halves.
         halves: How many tensors like ``stream`` the halves are run again from; 1: both at once. The mean, as ``kept``
@@ -49,12 +46,8 @@ class LayerBytes:
 
 @dataclass(frozen=True, slots=True)
 class HeldBytes:
-    """Bytes per token that layers hold.
-
-    Attributes:
-        kept: By each layer, on the device.
-        workspace: By the one layer whose backward pass is running.
-        host: By each layer, in pinned host memory.
+    """Bytes per token that layers hold: ``kept`` by each on the device, ``workspace`` by the one whose backward pass is
+    running, and ``host`` by each in pinned host memory.
     """
 
     kept: float

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Generic, TypeVar
 
 from ftcli.plain import JsonObject
@@ -153,12 +152,12 @@ def kept_by_layers(plan: RunPlan, activations: Activations, rows: int, length: i
     counted = [(kind.count, kind) for kind in activations.kinds]
     if plan.policy.recomputes == "nothing":
         kept = sum(count * kind.kept(rows, length) for count, kind in counted)
-        return MappingProxyType({FORWARD: kept, BACKWARD: kept})
+        return {FORWARD: kept, BACKWARD: kept}
     handed = sum(count * kind.handed(rows, length) for count, kind in counted)
     cast = sum(count * max(0, round(kind.handed.fixed)) for count, kind in counted)
     sent = handed - cast if plan.policy.on_host and plan.device.kind == "cuda" else 0
     least = 0 if sent else min(streams(kind, rows, length) for kind in activations.kinds)
-    return MappingProxyType({FORWARD: handed - sent, BACKWARD: handed - cast - sent - least})
+    return {FORWARD: handed - sent, BACKWARD: handed - cast - sent - least}
 
 
 def streams(kind: LayerKind, rows: int, length: int) -> int:
@@ -233,12 +232,7 @@ ROOMY_SHARE = 0.85
 
 @dataclass(frozen=True, slots=True)
 class Estimate(Generic[P]):
-    """Bytes by term and by phase.
-
-    Attributes:
-        parts: The bytes of each term, by its name.
-        phases: For each phase the names of the terms that are there at once.
-    """
+    """Bytes of each term by its name (``parts``), and by phase the names of the terms that are there at once."""
 
     parts: Mapping[str, int]
     phases: Mapping[P, tuple[str, ...]]
@@ -266,8 +260,6 @@ class MemoryEstimate(Estimate[Phase]):
         offloaded: What of the layers is pinned there; None where nothing is.
         paged_bytes: Optimizer state that lies on the GPU while it has room and on the host else, which is part of no
             term either.
-        dequantized_layers: Decoder layers that keep their quantized weights dequantized.
-        graph_pool_bytes: What of the terms lies in the pool of the CUDA graphs; 0 without graphs.
         generator: How long what completes a method's prompts is held.
     """
 
@@ -306,10 +298,8 @@ def estimate_memory(plan: RunPlan) -> MemoryEstimate | None:
     """The estimate of one setup; None for a family without a description whose layers do not run without memory.
 
     What depends on how much memory there is is settled first: what ``offload`` sends to the host, how many layers
-    ``quantization.keep_dequantized: auto`` dequantizes for good, and whether what generates is kept.
-
-    Raises:
-        ValueError: Training under ``gradient_checkpointing: auto``; :mod:`~.policy` must choose a policy before.
+    ``quantization.keep_dequantized: auto`` dequantizes for good, and whether what generates is kept. Raises ValueError
+    under ``gradient_checkpointing: auto``, for which a policy must be chosen before.
     """
     if plan.described is None:
         return _of_measured(plan)
@@ -431,4 +421,4 @@ def _summed(plan: RunPlan, found: Sequence[Term]) -> tuple[Mapping[str, int], Ma
     parts = {term.name: term.bytes for term in found}
     parts["runtime"] = _RUNTIME_BYTES[plan.device.kind] + int(_FRAGMENTATION * short_lived)
     names = {phase: (*(term.name for term in found if phase in term.phases), "runtime") for phase in phases}
-    return MappingProxyType(parts), MappingProxyType(names)
+    return parts, names

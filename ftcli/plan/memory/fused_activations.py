@@ -47,7 +47,6 @@ are tensors of their own are transformers'. Delta nets in plain torch run again 
 from __future__ import annotations
 
 from functools import partial
-from types import MappingProxyType
 from typing import NamedTuple
 
 from ftkernels.limits import LARGEST_FUSED_RANK, packed_rank
@@ -109,7 +108,7 @@ def fused_layers(*, all_scores: bool, reference: bool, attention_by_kernel: bool
         "own input": partial(_layer_input, reference=reference),
     }
     sent = partial(_sent, attention_by_kernel=attention_by_kernel)
-    return LayerMemory(MappingProxyType(kept), forward, backward, "MLP", in_front, sent, _ahead)
+    return LayerMemory(kept, forward, backward, "MLP", in_front, sent, _ahead)
 
 
 def _mixer(shape: ModelShape, setting: ActivationSettings, *, all_scores: bool, reference: bool) -> float:

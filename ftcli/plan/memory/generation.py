@@ -31,7 +31,6 @@ class GenerationBytes:
     """Bytes of a batch's generation.
 
     Attributes:
-        cache_bytes: Keys and values, and the states of delta nets.
         pass_bytes: What a forward pass and the choice of tokens take besides.
         copy_bytes: Of weights with adapters in them, copied where memory has room; 0 where none would be.
         by_engine: Whether it is the engine that generates, which can be kept.
@@ -90,10 +89,8 @@ def _copied(plan: RunPlan) -> int:
 
 
 def _by_transformers(plan: RunPlan, batch: Generation) -> GenerationBytes:
-    """The key-value cache of all rows, and the larger of two forward passes.
-
-    One is over the prompts, the other over one token of each row when the cache has grown to its full length. Where
-    rows are padded, each layer repeats keys and values for all heads.
+    """The key-value cache of all rows, and the larger of two forward passes: over the prompts, or over one token of
+    each row when the cache is full. Where rows are padded, each layer repeats keys and values for all heads.
     """
     shape, element, rows = plan.shape, plan.dtypes.parameter_bytes, batch.rows
     widest = max((each.key_width for each in shape.attending), default=0)

@@ -44,9 +44,8 @@ class HostEstimate(Estimate[HostPhase]):
 
 
 def host_estimate(plan: RunPlan, memory: MemoryEstimate, processes: int) -> HostEstimate:
-    """The estimate for a host with so many of the ranks, rank 0 among them; ``memory`` is that of each device.
-
-    On a CPU a rank's device memory is the host's.
+    """The estimate for a host with so many ranks, rank 0 among them; ``memory`` is that of each device, a CPU's the
+    host's own.
     """
     saved = {"gathered checkpoint": _saved(plan)}
     if plan.device.kind == "cpu":

@@ -75,12 +75,8 @@ class Term:
 
 @dataclass(frozen=True, slots=True)
 class MemoryDecisions:
-    """Settings that a recipe leaves open and the memory decides.
-
-    Attributes:
-        offloaded: What ``offload`` sends to the host.
-        dequantized_layers: How many layers keep their quantized weights dequantized.
-        generator: How long what completes a method's prompts is held.
+    """Settings that a recipe leaves open and the memory decides: what ``offload`` sends to the host, how many layers
+    stay dequantized, and how long what completes a method's prompts is held.
     """
 
     offloaded: Offloaded = "halves"

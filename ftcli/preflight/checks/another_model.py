@@ -23,12 +23,8 @@ _OF_ASKING = ("weights", "gathered weights", "cuBLAS workspaces", "NCCL", EVALUA
 
 @dataclass(frozen=True, slots=True)
 class AskedModel:
-    """Another model, and the plan of asking it.
-
-    Attributes:
-        key: The recipe's key that names it.
-        plan: The run's, with this model in the place of the trained one.
-        needed_bytes: Its memory while it is asked; None where that is not known.
+    """Another model by the recipe's key that names it, the run's plan with it in the trained one's place, and its
+    memory while it is asked (None where that is not known).
     """
 
     key: str

@@ -94,9 +94,8 @@ class Context:
         return origin is not None and origin.source.startswith("--")
 
     def says(self, path: str) -> bool:
-        """True if the recipe or an override sets this value, and not to its default.
-
-        A run's own recipe.yaml writes out every default, which says nothing about what its author wanted.
+        """True if the recipe or an override sets this value, and not to its default, which a run's own recipe.yaml
+        writes out.
         """
         value: object = self.recipe
         default: object = None

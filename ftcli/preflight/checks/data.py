@@ -40,12 +40,8 @@ MAX_CHARACTERS = 16 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class FirstRows:
-    """The first rows of one source, columns renamed.
-
-    Attributes:
-        path: The recipe's key for the source.
-        layout: None for bare prompts.
-        is_chat: Some of the rows are rendered by the chat template.
+    """The first rows of one source, columns renamed, by the recipe's key for it. ``layout`` is None for bare prompts;
+    ``is_chat``: some of them are rendered by the chat template.
     """
 
     path: str
@@ -157,9 +153,8 @@ def _source_findings(
 def _unread_columns(
     context: Context, source: DatasetConfig, first: FirstRows
 ) -> tuple[Finding | None, tuple[Finding, ...]]:
-    """FT408 for columns that mean another method, and the note about those that nothing reads (FT409).
-
-    A function of the user's is handed every column of what the model is asked.
+    """FT408 for columns that mean another method, and the note about those that nothing reads (FT409). A function of
+    the user's is handed every column of what the model is asked.
     """
     asked = first.path.startswith("eval.tasks.") or context.from_prompts
     judges = _judges_of(context, first.path)

@@ -98,9 +98,8 @@ def check_sharded(context: Context, plan: RunPlan) -> Findings:
 
 
 def _stored_products(context: Context, device: DeviceFacts, dtypes: DtypePlan) -> Found:
-    """Refuses a GPU that cannot multiply the weights as they are stored, which is what the method is for.
-
-    On a CPU, and in another compute dtype, the weights are dequantized for each product: correct, but slow.
+    """Refuses a GPU that cannot multiply the weights as they are stored, which is what the method is for. On a CPU, and
+    in another compute dtype, they are dequantized for each product: correct, but slow.
     """
     path, quantization = "quantization.method", context.recipe.quantization
     products = quantizations.row(quantization.method).products

@@ -45,16 +45,11 @@ class PublicBase:
 
 
 def write_card(run: RunDirectory, folder: Path | None = None, *, of_result: bool = True, merged_with: str = "") -> None:
-    """Writes the card of what lies in ``folder``; of the run's result, where there is one, when None.
+    """Writes the card of what lies in ``folder``; of the run's result, where there is one, when None. A card without
+    :data:`MARK` belongs to somebody else, and is left as it is.
 
-    A card without :data:`MARK` belongs to somebody else, and is left as it is.
-
-    Args:
-        of_result: False for weights of a checkpoint, which the run's results are not about.
-        merged_with: Which form of the base an adapter was merged with; empty where none was.
-
-    Raises:
-        FtcliError: FT723 or FT724 when it cannot be written.
+    ``of_result``: False for weights of a checkpoint, which the run's results are not about; ``merged_with``: which form
+    of the base an adapter was merged with. Raises FtcliError FT723 or FT724.
     """
     folder = run.result_dir if folder is None else folder
     if folder is not None and not _is_somebodys(folder / MODEL_CARD):
@@ -148,11 +143,8 @@ def licence_of_base(manifest: JsonMap) -> JsonObject:
 
 
 def public_base(name: str, revision: str | None, manifest: JsonMap) -> PublicBase:
-    """The base model as others may know it.
-
-    Args:
-        name, revision: As a recipe says them.
-        manifest: The run's, which knows the commit; empty where there is none.
+    """The base model as others may know it, from its name and revision in a recipe and the run's manifest, which knows
+    the commit.
     """
     commit = map_in(manifest, "inputs").get("commit")
     revision = commit if isinstance(commit, str) else revision

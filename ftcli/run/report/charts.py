@@ -12,7 +12,6 @@ import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 from markupsafe import Markup, escape
@@ -169,7 +168,6 @@ class Series:
 
     Attributes:
         smooth: Draw the median of the points around over many of them.
-        dots: Show each point, however many there are: they are few and far between.
         band: (step, lowest, highest), drawn as an area behind the line.
     """
 
@@ -187,7 +185,7 @@ class Series:
 
 #: Values to compare with, by name, as horizontal lines: the base model's, for instance.
 Levels = Mapping[str, float]
-_NO_LEVELS: Levels = MappingProxyType({})
+_NO_LEVELS: Levels = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,13 +217,9 @@ class ChartLook:
     """The drawing of a chart.
 
     Attributes:
-        from_zero: Let the value axis begin at 0.
-        limits: What the value axis goes from and to, instead.
         log: Let people switch to a logarithmic axis, where all values are above 0.
-        show: Renders a value in the hover text.
         marks: Steps at which the run was resumed, drawn as dashed lines.
         steps: First and last step of the step axis, so that charts of one run line up; those of the series if None.
-        note: What the legend explains.
     """
 
     from_zero: bool = False

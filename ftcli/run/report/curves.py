@@ -39,12 +39,8 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """A chart of the report.
-
-    Attributes:
-        unit: What values are divided by.
-        base: The base model's held-out value.
-        share: Values are shares, from 0 to 1.
+    """A chart of the report. Values are divided by ``unit``; ``base`` is the base model's held-out value; a ``share``
+    is from 0 to 1.
     """
 
     title: str
@@ -107,13 +103,8 @@ def has_rewards(lines: Lines) -> bool:
 def curves(
     lines: Lines, evaluation: JsonMap, resumed: Sequence[int], method: Method | None = None
 ) -> tuple[list[Markup], list[Markup]]:
-    """The charts that say whether the model learns, and the others.
-
-    A chart in which no curve has two points is left out: its value stands among the figures.
-
-    Args:
-        resumed: Steps at which processes went on.
-        method: What the run trained by, where that has charts of its own.
+    """The charts that say whether the model learns, and the others; ``resumed`` are steps at which processes went on. A
+    chart in which no curve has two points is left out: its value stands among the figures.
     """
     steps = [int(line["step"]) for line in lines]
     look = ChartLook(marks=[step for step in resumed if step], steps=(min(steps), max(steps)) if steps else None)

@@ -55,12 +55,7 @@ class LiveProgress:
 
 def write_report(run: RunDirectory, live: LiveProgress | None = None) -> None:
     """Build report.html from the files of the run; missing or damaged ones are left out and named on the page.
-
-    Args:
-        live: The run is going on: the page says where it is, and loads itself again and again.
-
-    Raises:
-        FtcliError: FT723 or FT724 when it cannot be written.
+    ``live``: the run goes on, and the page reloads itself. Raises FtcliError FT723 or FT724.
     """
     with storage_errors(run.report_path):
         write_text(run.report_path, render_report(run, live))
@@ -178,13 +173,9 @@ Points = list[tuple[int, float | None]]
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Runs in the order asked for.
-
-    Attributes:
-        names: A short name for each, all different.
-        runs: What each came to.
-        curves: For each metric of :data:`CURVES` that some run has, the points of each run.
-        differences: Recipe keys in which they differ, with the value of each as people write it; None: it has none.
+    """Runs in the order asked for, with short ``names``; ``curves``: the points of each run for each metric of
+    :data:`CURVES` that one has; ``differences``: the recipe keys in which they differ, with each one's value (None: it
+    has none).
     """
 
     names: tuple[str, ...]
@@ -248,11 +239,7 @@ def _names(paths: Sequence[Path]) -> tuple[str, ...]:
 
 
 def write_comparison(comparison: Comparison, path: Path) -> None:
-    """Writes the page.
-
-    Raises:
-        FtcliError: FT723 or FT724 when it cannot be written.
-    """
+    """Writes the page. Raises FtcliError FT723 or FT724 when it cannot be written."""
     with storage_errors(path):
         write_named(path, render_comparison(comparison).encode("utf-8"))
 

@@ -68,12 +68,8 @@ class ShownRow:
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """Rows to show, failures first.
-
-    Attributes:
-        more: How many others there are in eval.json.
-        step: The step after which the answers were given; None: at the end.
-        has: Which of ``reference``, ``before`` and ``after`` any row has; ``task`` where there are several.
+    """Rows to show, failures first, with ``more`` others in eval.json, answered after ``step`` (None: at the end);
+    ``has``: which of ``reference``, ``before``, ``after`` any row has, and ``task`` where there are several.
     """
 
     rows: Sequence[ShownRow]

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from ftcli.errors import FtcliError
+from ftcli.run import atomic
 from ftcli.run import checkpoint as module
 from ftcli.run.checkpoint import Checkpoints, damage, step_of
 from tests.unit.run.saving import save
@@ -196,7 +197,7 @@ def test_a_kill_between_both_renames_of_a_replacement_loses_nothing(
     checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(checkpoints, 5)
-    rename = module.rename_directory
+    rename = atomic.rename_directory
 
     def killed_at_the_second(source: Path, destination: Path) -> None:
         if destination == checkpoints.path(5):
@@ -205,7 +206,7 @@ def test_a_kill_between_both_renames_of_a_replacement_loses_nothing(
 
     child = os.fork()
     if child == 0:
-        monkeypatch.setattr(module, "rename_directory", killed_at_the_second)
+        monkeypatch.setattr(atomic, "rename_directory", killed_at_the_second)
         save(checkpoints, 5)
         os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ftcli.config.conversion import convert
+from ftcli.config.conversion.convert import convert
 from ftcli.config.load import load_recipe
 from ftcli.config.recipe import Recipe
 from tests.foreign_recipes import FILES

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ftcli.config.conversion import convert
+from ftcli.config.conversion.convert import convert
 from tests.foreign_recipes import FILES, PREFERENCES
 from tests.unit.config.conversion import test_code as code
 

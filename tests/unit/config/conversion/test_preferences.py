@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from ftcli.cli.app import main
-from ftcli.config.conversion import convert
+from ftcli.config.conversion.convert import convert
 from ftcli.errors import FtcliError
 from ftcli.tables import preference_losses
 from tests.foreign_recipes import PREFERENCES, TORCHTUNE_DPO, UNSLOTH_DPO

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from ftcli.cli.app import main
-from ftcli.config.conversion import convert
+from ftcli.config.conversion.convert import convert
 from tests.unit.config.conversion.conftest import Made
 from tests.unit.config.conversion.test_preferences import BASES, at
 

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from ftcli.cli.app import main
-from ftcli.config.conversion import convert
+from ftcli.config.conversion.convert import convert
 from ftcli.config.load import load_recipe
 from ftcli.config.recipe import Recipe
 from ftcli.errors import FtcliError
