@@ -53,8 +53,8 @@ _HEAD = """# Supported models
 ftcli tries every causal language model that transformers builds, and refuses by name what it does not do with a family.
 These families are tested (`make test-families`), each as a small random model; those that behave alike share a row.
 
-- **Kernels**: `layers` are computed by ftcli's kernels on a CUDA GPU; `none` trains on transformers' own layers, in about
-  1.5 times the time, and generates through transformers.
+- **Kernels**: `layers` are computed by ftcli's kernels on a CUDA GPU; `none` trains on transformers' own layers, in
+  about 1.5 times the time, and generates through transformers.
 - **LoRA** on all linear layers, **QLoRA** on an NF4 base, **full** fine-tuning, **export** of a merged model
   (as GGUF: [families](export.md#gguf)), and **packing** (`data.packing`) each say `yes`, or the [code](errors.md) of
   what refuses it. FT443: a document would see the one before it. Off the kernels (`model.kernels: off`, no GPU) Qwen3.5
@@ -62,8 +62,8 @@ These families are tested (`make test-families`), each as a small random model; 
 - `all-linear` includes every expert, in PEFT's layout; `lora.experts: false` leaves them out. Full fine-tuning trains
   experts and routers, and adds the routers' auxiliary loss as transformers does: with config.json's
   `output_router_logits: true`, or `train.router_aux_loss_coef` (FT318 and FT355 say where it is not added). On a
-  quantized base the dense layers beside the experts of Qwen3-Next, GLM-4-MoE, GLM-4.7-Flash, DeepSeek and ERNIE-4.5 have
-  no adapter; a run says so.
+  quantized base the dense layers beside the experts of Qwen3-Next, GLM-4-MoE, GLM-4.7-Flash, DeepSeek and ERNIE-4.5
+  have no adapter; a run says so.
 - Latent attention: GLM-4.7-Flash, DeepSeek-V2, Youtu, Moonlight and Kanana-2 (`deepseek_v3`).
 - Multimodal checkpoints are trained on text; those of [vision.md](vision.md#models) on images, too. Their other parts
   are frozen, never quantized, and exported as they were.
