@@ -129,8 +129,12 @@ def sigmoid(answers: Answers, how: LossSettings) -> Tensor:
     return _logistic(how.beta * answers.difference, how.smoothing)
 
 
-#: The same without a reference; the paper adds the chosen answer's cross-entropy (``sft_weight``).
-cpo = sigmoid
+def cpo(answers: Answers, how: LossSettings) -> Tensor:
+    """As :func:`sigmoid`, of logp_w - logp_l in place of D, also where another loss of a mixture has a reference.
+
+    The paper adds the chosen answer's cross-entropy (``sft_weight``).
+    """
+    return _logistic(how.beta * (answers.chosen - answers.rejected), how.smoothing)
 
 
 def sigmoid_norm(answers: Answers, how: LossSettings) -> Tensor:
@@ -192,8 +196,9 @@ def discopop(answers: Answers, how: LossSettings) -> Tensor:
 
 
 def simpo(answers: Answers, how: LossSettings) -> Tensor:
-    """-log s(beta (r_w / n_w - r_l / n_l) - gamma)."""
-    return -F.logsigmoid(how.beta * answers.mean_difference - how.gamma)
+    """-log s(beta (logp_w / n_w - logp_l / n_l) - gamma), whatever the reference of another loss in a mixture."""
+    difference = answers.chosen / answers.chosen_tokens - answers.rejected / answers.rejected_tokens
+    return -F.logsigmoid(how.beta * difference - how.gamma)
 
 
 def orpo(answers: Answers, how: LossSettings) -> Tensor:

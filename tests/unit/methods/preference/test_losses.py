@@ -247,6 +247,16 @@ def test_a_mixture_is_the_weighted_sum() -> None:
         assert mixed.values(pair.answers()).item() == pytest.approx(wanted, rel=1e-12)
 
 
+@pytest.mark.parametrize("name", ["simpo", "cpo", "orpo"])
+def test_a_loss_without_a_reference_has_none_in_a_mixture_that_has_one(name: str) -> None:
+    mixed = loss_of(loss=[{"name": "sigmoid"}, {"name": name, "weight": 0.5}], beta=0.3)
+    assert mixed.reference
+    for pair in PAIRS:
+        alone = Pair(pair.w, pair.l, 0.0, 0.0, pair.n_w, pair.n_l)
+        wanted = FORMULAS["sigmoid"](pair, 0.3, 0.5, 0.0) + 0.5 * FORMULAS[name](alone, 0.3, 0.5, 0.0)
+        assert mixed.values(pair.answers()).item() == pytest.approx(wanted, rel=1e-9)
+
+
 def test_each_loss_of_a_mixture_has_its_own_beta_where_none_is_written() -> None:
     mixed = loss_of(loss=[{"name": "sigmoid"}, {"name": "nca_pair", "weight": 2.0}])
     assert [(name, weight, how.beta) for name, weight, how in mixed.parts] == [
