@@ -15,12 +15,11 @@ from typing import TypeVar
 import torch
 from ftkernels.causal_conv import causal_conv, inputs_at
 from ftkernels.decode_attention import Pages, SharedPages, decode_attention
-from ftkernels.delta_gates import delta_gates
+from ftkernels.delta_gates import delta_gates, gated_norm
 from ftkernels.delta_net import NetSizes, NetWeights, heads_of, parts_of
 from ftkernels.delta_rule import delta_rule_ends
 from ftkernels.delta_step import conv_step, delta_step
 from ftkernels.device import BackendName
-from ftkernels.gated_norm import gated_norm
 from ftkernels.latent_decode import decode_latents
 from ftkernels.limits import CACHE_PAGE
 from torch import Tensor

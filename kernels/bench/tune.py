@@ -37,7 +37,6 @@ from ftkernels import (
     int8_product,
     qkv_norm_rope,
     qkv_parts,
-    qkv_rope,
     rms_norm,
     thin_products,
 )
@@ -200,7 +199,7 @@ def qkv_rope_forward(make: Maker, shape: Shape, rank: int) -> Case:
     width = (shape.q_heads + 2 * shape.k_heads) * shape.head_dim
     y, xa, b = make.new(shape.tokens, width, scale=0.1), make.new(shape.tokens, 3 * rank), make.new(width, rank)
     rotary = _rotary(make, shape)
-    return Case(4 * y.numel(), lambda t: qkv_rope.qkv_rope_forward(y, xa, b, rotary, tile=t), _turns())
+    return Case(4 * y.numel(), lambda t: qkv_norm_rope.qkv_rope_forward(y, xa, b, rotary, tile=t), _turns())
 
 
 def qkv_rope_backward(make: Maker, shape: Shape, rank: int) -> Case:
@@ -211,7 +210,7 @@ def qkv_rope_backward(make: Maker, shape: Shape, rank: int) -> Case:
     b, rotary = make.new(width, rank), _rotary(make, shape)
     return Case(
         4 * shape.tokens * width,
-        lambda t: qkv_rope.qkv_rope_backward(dq, dk, dv, b, rotary, dq.dtype, tile=t),
+        lambda t: qkv_norm_rope.qkv_rope_backward(dq, dk, dv, b, rotary, dq.dtype, tile=t),
         _turns(),
     )
 
@@ -224,7 +223,7 @@ def qkv_rope_backward_by_head(make: Maker, shape: Shape, rank: int) -> Case:
     b, rotary = make.new(width, rank), _rotary(make, shape)
     return Case(
         4 * shape.tokens * width,
-        lambda t: qkv_rope.qkv_rope_backward(dq, dk, dv, b, rotary, dq.dtype, tile=t),
+        lambda t: qkv_norm_rope.qkv_rope_backward(dq, dk, dv, b, rotary, dq.dtype, tile=t),
         _turns(),
     )
 

@@ -268,9 +268,9 @@ KERNELS = (
     ),
     _m(
         "The queries', keys' and values' one x A^T read as if each had its own",
-        _K + "qkv_rope.py",
-        "xa_at = xa_ptr + row64 * K if JOINED",
-        "xa_at = xa_ptr + row64 * (3 * K) + part * K if JOINED",
+        _K + "qkv_norm_rope.py",
+        "* (2 * HALF)\n        if DELTA:\n            xa_at = xa_ptr + row64 * K if JOINED",
+        "* (2 * HALF)\n        if DELTA:\n            xa_at = xa_ptr + row64 * (3 * K) + part * K if JOINED",
         "ops/test_lora_joined.py",
     ),
     _m(

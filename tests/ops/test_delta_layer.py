@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 import torch
 from ftkernels.causal_conv import causal_conv
-from ftkernels.delta_gates import delta_gates
+from ftkernels.delta_gates import delta_gates, gated_norm
 from ftkernels.delta_rule import delta_rule
 from ftkernels.delta_step import conv_step, delta_step
-from ftkernels.gated_norm import gated_norm
 from torch import Tensor, nn
 
 HEADS, SIZE = (2, 4), 32
