@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 from torch import Tensor
 
-from ftcli.data.collate import PaddingCollator, Pair, lengths_once, packed_batch, shared_batch, shared_beginning
+from ftcli.data.collate import Pair, lengths_once, packed_batch, padded_batch, shared_batch, shared_beginning
 from ftcli.data.template import Renderer
 from ftcli.data.tokens import TokenizedRow
 from ftcli.errors import ExitCode, FtcliError
@@ -211,7 +211,7 @@ def put_on_kernels(job: Job, model: Model, rows: Sequence[TokenizedRow]) -> Kern
         applied = patch(model, kernels)
         if any(entry.on for entry in applied.table):
             longest = sorted(rows[:LOOKED_AT], key=_trained, reverse=True)[:ROWS]
-            batch = PaddingCollator(0)([{"input_ids": s.input_ids, "labels": s.labels} for s in longest])
+            batch = padded_batch(longest, 0)
             on_device = {name: value.to(job.device) for name, value in batch.items()}
             check, applied = self_check(model, applied, kernels, on_device, job.dtypes)
         if rank_shards_of(base_of(model)) is not None:

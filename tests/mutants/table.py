@@ -960,8 +960,8 @@ PREFERENCE = (
     _m(
         "pairs: a policy that is compared with another model begins anywhere",
         _P + "objective.py",
-        "held = reference if self._other is None else start",
-        "held = reference if self._other is None else None",
+        "held = self._of_reference(inputs) if adapted else reference if other is None else None",
+        "held = reference if other is None else None",
         _UP + "other_model.py",
     ),
     _m(
@@ -1685,7 +1685,7 @@ GPT_OSS = (
     ),
     _m(
         "MXFP4: a merged export in float32",
-        "ftcli/export/released.py",
+        "ftcli/export/tensorfile.py",
         'TensorEntry("BF16", shape, 0, 2 * math.prod(shape))',
         'TensorEntry("F32", shape, 0, 4 * math.prod(shape))',
         "e2e/test_mxfp4.py::test_merged_experts_are_in_bfloat16_where_no_dtype_is_asked_for",

@@ -45,9 +45,7 @@ class SftObjective(EpochObjective):
     def __init__(
         self, job: Job, model: PreTrainedModel | PeftModel, epochs: Epochs, **parts: Unpack[ObjectiveParts]
     ) -> None:
-        self._stack, self._sequence = parts["stack"], parts["sequence"]
-        super().__init__(job, epochs, parts["group"], self._sequence)
-        self._model, self._device, self._dtypes = model, job.device, job.dtypes
+        super().__init__(job, model, epochs, **parts)
         self._pixels = job.pixel_reader()
         self._collate = EpochCollator(epochs, job.pad_token_id, job.batches(model), self._pixels)
         self._vocab_size = head_of(model).weight.shape[0]

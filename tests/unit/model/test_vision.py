@@ -14,7 +14,7 @@ from PIL import Image
 from torch import Tensor
 
 from ftcli.config.model import LoraConfig
-from ftcli.data.collate import PaddingCollator, packed_batch, unpadded_batch, with_images
+from ftcli.data.collate import packed_batch, padded_batch, unpadded_batch, with_images
 from ftcli.data.pixels import PixelReader
 from ftcli.data.tokens import RowImage, TokenizedRow
 from ftcli.data.vision import Vision
@@ -169,10 +169,9 @@ def close(found: dict[str, Tensor], reference: dict[str, Tensor]) -> None:
 
 def layouts(vision: Vision, rows: list[TokenizedRow]) -> dict[str, dict[str, Tensor]]:
     pixels = PixelReader(vision, torch.float32, 2)
-    plain = [{"input_ids": one.input_ids, "labels": one.labels} for one in rows]
     packs = [rows[:2], rows[2:]]
     return {
-        "padded": with_images(PaddingCollator(0)(plain), [[one] for one in rows], pixels),  # type: ignore[arg-type]
+        "padded": with_images(padded_batch(rows, 0), [[one] for one in rows], pixels),
         "packed": with_images(packed_batch(packs, 0), packs, pixels),
         "unpadded": with_images(unpadded_batch(rows, 0), [rows], pixels),
     }

@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, PreTrainedModel
 
-from ftcli.data.collate import PaddingCollator, packed_batch
+from ftcli.data.collate import packed_batch, padded_batch
 from ftcli.data.order import best_fit
 from ftcli.data.tokens import TokenizedRow
 from ftcli.errors import ExitCode, FtcliError
@@ -109,7 +109,7 @@ def test_packed_loss_and_gradient_are_those_of_the_rows_alone(family: str) -> No
     packs = best_fit([len(row.input_ids) for row in documents], 64)
     assert len(packs) < len(documents) / 2
     batches = [packed_batch([[documents[row] for row in packs.members(n)] for n in range(len(packs))], 0)]
-    alone = [PaddingCollator(0)([{"input_ids": row.input_ids, "labels": row.labels}]) for row in documents]
+    alone = [padded_batch([row], 0) for row in documents]
     results = []
     for made in (batches, alone):
         model.zero_grad()
