@@ -227,7 +227,7 @@ class Prefill:
         parts = parts_of(joined, sizes)
         last = inputs_at(parts.mixed, weights.filter.shape[1], ends, starts)
         pools.inputs.index_copy_(0, prompts.slots, last.to(pools.inputs.dtype))
-        filtered = causal_conv(parts.mixed, weights.filter, weights.filter_bias, starts=starts, backend=backend).out
+        filtered = causal_conv(parts.mixed, weights.filter, weights.filter_bias, starts=starts, backend=backend)
         gates = delta_gates(parts.decay, parts.strength, weights.a_log, weights.dt_bias, backend=backend)
         made = delta_rule_ends(*heads_of(filtered, sizes), *gates, ends, starts=starts, backend=backend)
         pools.matrices.index_copy_(0, prompts.slots, _given(made.last))

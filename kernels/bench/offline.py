@@ -327,10 +327,8 @@ def delta_cases(new: Maker, capability: int) -> Launches:
     x, weight, starts = new(1, tokens, 8192), new(8192, 4), torch.zeros((1, tokens), dtype=torch.int32)
     z, norm, heads, gates = new(1, tokens, 32, 128), new(128), new(1, tokens, 32), delta_gates.Gates
     float_heads = gates(wide(1, tokens, 32), wide(1, tokens, 32))
-    for name, document, state in (("", starts, None), (", state", None, new(1, 8192, 3))):
-        given = (x, weight, None, state, document)
-        yield f"causal conv forward{name}", partial(causal_conv.forward, *given)
-        yield f"causal conv backward{name}", partial(causal_conv.backward, *given, x, want_dw=not name)
+    yield "causal conv forward", partial(causal_conv.forward, x, weight, None, starts)
+    yield "causal conv backward", partial(causal_conv.backward, x, weight, None, starts, x, want_dw=True)
     yield (
         "delta gates forward",
         partial(delta_gates.launch_gates, (heads, heads, wide(32), wide(32)), float_heads, None),
@@ -353,16 +351,15 @@ def delta_cases(new: Maker, capability: int) -> Launches:
         yield f"delta rule chunks{name}", partial(delta_rule_forward.prepare, inputs, tiles)
         squares, rows = new(1, 32, 4, 64, 64), (wide(5, 32, 256), wide(2, 16, 256), wide(32, 4))
         chunks = delta_rule_forward.Chunks(squares, squares, *rows)
-        state, states = wide(1, 32, 128, 128), new(1, 32, 4, 128, 128)
+        states = new(1, 32, 4, 128, 128)
         if not name:
-            ahead = partial(delta_rule_forward.scan, inputs, chunks, state, tiles=tiles)
-            yield "delta rule scan", partial(ahead, keep=False, want_last=True)
+            ahead = partial(delta_rule_forward.scan, inputs, chunks, tiles=tiles)
+            yield "delta rule scan", partial(ahead, keep=False)
             asked = delta_rule_forward.Ends(*(torch.zeros(size, dtype=torch.int32) for size in (3, 3, 5)))
-            yield "delta rule scan, ends", partial(ahead, keep=False, want_last=False, ends=asked)
-            yield "delta rule scan, kept", partial(ahead, keep=True, want_last=False)
-            back = partial(delta_rule_backward.scan_back, inputs, chunks, v, state, tiles=tiles)
-            yield "delta rule scan back", partial(back, want_first=True)
-        kept, scanned = delta_rule_backward.Kept(v, states), delta_rule_backward.ScannedBack(v, states, None)
+            yield "delta rule scan, ends", partial(ahead, keep=False, ends=asked)
+            yield "delta rule scan, kept", partial(ahead, keep=True)
+            yield "delta rule scan back", partial(delta_rule_backward.scan_back, inputs, chunks, v, tiles)
+        kept, scanned = delta_rule_backward.Kept(v, states), delta_rule_backward.ScannedBack(v, states)
         operands = (inputs, chunks, kept, v, scanned, tiles)
         yield f"delta rule gradients{name}", partial(delta_rule_backward.gradients, *operands)
 

@@ -386,14 +386,14 @@ class Delta(NamedTuple):
 
     def launches(self) -> dict[str, Callable[[DeltaTiles], tuple[Any, ...]]]:
         """Each kernel; the two of the gradients together, of which one tile changes."""
-        scanned = scan(self.inputs, self.chunks, None, keep=True, want_last=False, tiles=self.used)
-        back = scan_back(self.inputs, self.chunks, self.do, None, want_first=False, tiles=self.used)
+        scanned = scan(self.inputs, self.chunks, keep=True, tiles=self.used)
+        back = scan_back(self.inputs, self.chunks, self.do, self.used)
         assert scanned.x is not None
         assert scanned.states is not None
         kept = Kept(scanned.x, scanned.states)
 
         def ahead(tiles: DeltaTiles, *, keep: bool) -> tuple[Any, ...]:
-            made = scan(self.inputs, self.chunks, None, keep=keep, want_last=False, tiles=tiles)
+            made = scan(self.inputs, self.chunks, keep=keep, tiles=tiles)
             return made.out, made.x, made.states
 
         def both(tiles: DeltaTiles) -> tuple[Any, ...]:
@@ -403,9 +403,7 @@ class Delta(NamedTuple):
             "chunks": lambda tiles: tuple(parts_of(prepare(self.inputs, tiles))),
             "scan": partial(ahead, keep=False),
             "kept": partial(ahead, keep=True),
-            "back": lambda tiles: tuple(
-                scan_back(self.inputs, self.chunks, self.do, None, want_first=False, tiles=tiles)
-            ),
+            "back": lambda tiles: tuple(scan_back(self.inputs, self.chunks, self.do, tiles)),
             "later": both,
             "earlier": both,
         }

@@ -118,9 +118,9 @@ def delta_net_reference(
     """The same in plain torch, differentiable."""
     _check(joined, weights, sizes)
     mixed, gate, strength, decay = parts_of(joined, sizes)
-    filtered = causal_conv.causal_conv_reference(mixed, weights.filter, weights.filter_bias, starts=starts).out
+    filtered = causal_conv.causal_conv_reference(mixed, weights.filter, weights.filter_bias, starts=starts)
     gates = delta_gates.delta_gates_reference(decay, strength, weights.a_log, weights.dt_bias)
-    out = delta_rule(*heads_of(filtered, sizes), *gates, starts=starts, backend="torch").out
+    out = delta_rule(*heads_of(filtered, sizes), *gates, starts=starts, backend="torch")
     return delta_gates.gated_norm_reference(out, gate, weights.norm, weights.eps).flatten(-2)
 
 
@@ -168,7 +168,7 @@ class _DeltaNet(torch.autograd.Function):
         gates = delta_gates.Gates(*(torch.empty(a.shape, dtype=torch.float32, device=a.device) for _ in range(2)))
         delta_gates.launch_gates((a, b, a_log, dt_bias), gates, None)
         inputs, tiles = call.rule(_filtered(call, weight, bias), *gates)
-        made = scan(inputs, prepare(inputs, tiles), None, keep=False, want_last=False, tiles=tiles)
+        made = scan(inputs, prepare(inputs, tiles), keep=False, tiles=tiles)
         assert made.out is not None
         attended = rounded(made.out, joined.dtype)
         out = torch.empty(attended.shape, dtype=store_dtype(joined.dtype), device=joined.device)
@@ -198,8 +198,8 @@ class _DeltaNet(torch.autograd.Function):
         for part, size in zip(grads[:3], ctx.sizes.parts[:3], strict=True):
             own = slice(first, first + size)
             bias_part = None if bias is None else bias[own]
-            given = (joined[..., own], weight[own], bias_part, None, call.starts, part.flatten(-2))
-            taps.append(causal_conv.backward(*given, want_dw=want_filter, into=d_joined[..., own])[2])
+            given = (joined[..., own], weight[own], bias_part, call.starts, part.flatten(-2))
+            taps.append(causal_conv.backward(*given, want_dw=want_filter, into=d_joined[..., own])[1])
             first += size
         d_filter = torch.cat([tap for tap in taps if tap is not None]) if want_filter else None
         return (
@@ -216,7 +216,7 @@ class _DeltaNet(torch.autograd.Function):
 def _filtered(call: _Call, weight: Tensor, bias: Tensor | None) -> Tensor:
     """The filter's output, made in forward and again in backward."""
     return rounded(
-        causal_conv.forward(parts_of(call.joined, call.sizes).mixed, weight, bias, None, call.starts), call.joined.dtype
+        causal_conv.forward(parts_of(call.joined, call.sizes).mixed, weight, bias, call.starts), call.joined.dtype
     )
 
 
@@ -224,9 +224,9 @@ def _rule_backward(call: _Call, filtered: Tensor, g: Tensor, beta: Tensor, do: T
     """dq, dk, dv by head in the dtype of their tensors, dg and d_beta in float32."""
     inputs, tiles = call.rule(filtered, g, beta)
     chunks = prepare(inputs, tiles)
-    again = scan(inputs, chunks, None, keep=True, want_last=False, tiles=tiles)
+    again = scan(inputs, chunks, keep=True, tiles=tiles)
     assert again.x is not None
     assert again.states is not None
-    back = scan_back(inputs, chunks, do, None, want_first=False, tiles=tiles)
+    back = scan_back(inputs, chunks, do, tiles)
     made = gradients(inputs, chunks, Kept(again.x, again.states), do, back, tiles)
     return (*(rounded(t, filtered.dtype) for t in (made.dq, made.dk, back.dv)), made.dg, made.d_beta)
