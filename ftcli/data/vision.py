@@ -189,8 +189,8 @@ class Vision:
 
 def _changed(image: RowImage, origin: Origin, why: str) -> FtcliError:
     what = image.path or "an image in the row"
-    help = "put the file back, or remove the cache of tokens (--cache-dir) so that it is measured again"
-    return data_error("FT416", f"{what} is not what it was when the row was tokenized: {why}", origin, help)
+    help = "put the file back; or mend it, or remove the row, and begin anew: another file is other data"
+    return data_error("FT416", f"{what} is not what it was taken for when the row was tokenized: {why}", origin, help)
 
 
 def merged_patches(processor: Any, width: int, height: int, config: JsonMap) -> tuple[int, int]:

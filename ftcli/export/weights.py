@@ -38,6 +38,7 @@ from ftcli.export.source import (
 )
 from ftcli.export.tensorfile import DTYPES, TensorEntry, TensorFile, finite_tensors, opened
 from ftcli.facts.shape import shape_of
+from ftcli.model.experts import is_stack, quantized_stack, quantizes_stacks
 from ftcli.model.load import config_of
 from ftcli.model.load_quantized import require_ignorable
 from ftcli.model.pretrained import hollow, weight_files
@@ -53,7 +54,6 @@ from ftcli.model.quantized import (
 )
 from ftcli.model.renaming import Renaming
 from ftcli.model.score_head import SCORE, as_classifier
-from ftcli.model.stacks import is_stack, quantized_stack, quantizes_stacks
 from ftcli.plain import JsonMap
 from ftcli.plan.quantization import stored_method
 from ftcli.plan.released import released_form

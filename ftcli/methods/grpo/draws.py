@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
 #: The reward that `grpo.overlong_buffer` adds.
 OVERLONG = "soft_overlong"
+#: No vocabulary has a token of more characters.
+_MOST_CHARS = 512
 
 
 @dataclass(slots=True)
@@ -93,7 +95,7 @@ def open_acting(job: Job, grpo: GrpoConfig) -> Acting | None:
 
 @dataclass(slots=True)
 class Episodes:
-    """The turns of rollouts (:class:`ftcli.generation.turns.Turns`).
+    """The turns of rollouts (:class:`ftcli.generation.requests.Turns`).
 
     Args:
         longest: Tokens of a completion, of all turns and what stands between them.
@@ -138,8 +140,10 @@ class Episodes:
     ) -> tuple[int, int, Sequence[int] | None]:
         one, results = self.rollouts[self.places[request, completion]], done.result()
         one.failures += sum(result.failed and result.name != "" for result in results)
-        tokens = self.acting.talk.answers([(result.name, result.content) for result in results])
-        if length + len(tokens) >= self.longest:  # no room for another turn: it ends as it stands
+        # What cannot fit is not tokenized: that takes seconds a megabyte.
+        fits = sum(len(result.content) for result in results) <= _MOST_CHARS * (self.longest - length)
+        tokens = self.acting.talk.answers([(result.name, result.content) for result in results]) if fits else []
+        if not fits or length + len(tokens) >= self.longest:  # no room for another turn: it ends as it stands
             self._finish(one)
             return request, completion, None
         one.turn = length + len(tokens)
@@ -360,7 +364,8 @@ class Draws:
             if len(tokens) > self._grpo.max_prompt_length:
                 raise acting.pool.failure(
                     f"makes a prompt of {len(tokens):,} tokens, with its tools, of {where}; grpo.max_prompt_length is "
-                    f"{self._grpo.max_prompt_length:,}"
+                    f"{self._grpo.max_prompt_length:,}",
+                    "raise grpo.max_prompt_length, shorten what reset says, or offer fewer tools",
                 )
         episodes = [Episode(*pair) for pair in zip(instances, ids, strict=True)]
         return gather_rest(self._group, texts), episodes

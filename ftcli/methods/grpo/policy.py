@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ftcli.data.collate import documents_batch, with_images
 from ftcli.data.tokens import TokenizedRow
 from ftcli.errors import ExitCode, FtcliError
-from ftcli.evaluate.ranks import passes_in_step
+from ftcli.generation.generator import passes_in_step
 from ftcli.labels import IGNORE_INDEX
 from ftcli.methods.grpo.losses import Completions, StepShape, loss_mask, policy_loss
 from ftcli.methods.grpo.settings import GrpoConfig
@@ -36,7 +36,7 @@ from ftcli.model.backbone import (
     rotation_kept,
     within_root,
 )
-from ftcli.model.delta_layer import FusedDeltaLayer
+from ftcli.model.layers import FusedDeltaLayer
 from ftcli.model.loss import next_token_log_probs, supervised_positions
 from ftcli.model.quantized import has_coarse_products
 from ftcli.model.selfcheck import rounded_otherwise

@@ -17,11 +17,17 @@ from torch import Tensor
 
 from ftcli.data.tokens import Ints
 from ftcli.errors import ExitCode, FtcliError
-from ftcli.evaluate.ranks import generating
 from ftcli.facts.generation import MOST_ROWS
-from ftcli.generation.generator import OpenedGenerator, open_generator
-from ftcli.generation.requests import Completion, GenerationRequest, NotFinite, PromptImages, StopCheck, StopConditions
-from ftcli.generation.turns import Turns
+from ftcli.generation.generator import OpenedGenerator, generating, open_generator
+from ftcli.generation.requests import (
+    Completion,
+    GenerationRequest,
+    NotFinite,
+    PromptImages,
+    StopCheck,
+    StopConditions,
+    Turns,
+)
 from ftcli.job import Job
 from ftcli.methods.grpo.spans import Spans
 from ftcli.model.backbone import compute_context, root_of

@@ -17,8 +17,8 @@ from ftcli.evaluate.suite import Evaluator
 from ftcli.job import Job
 from ftcli.labels import IGNORE_INDEX
 from ftcli.model.backbone import compute_context, head_of
-from ftcli.model.balance import RouterBalance, counted_tokens
 from ftcli.model.loss import SUPERVISED, forward_loss, next_tokens, target_positions
+from ftcli.model.routing import RouterBalance, counted_tokens
 from ftcli.plan.trained import adds_router_loss
 from ftcli.run.metrics import MetricsLine
 from ftcli.train.data import training_epochs

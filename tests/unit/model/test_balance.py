@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from ftcli.data.collate import packed_batch, padded_batch
-from ftcli.model.balance import RouterBalance, counted_tokens
 from ftcli.model.fused import stack_of
 from ftcli.model.gradient_checkpointing import use_checkpointing
 from ftcli.model.loss import forward_loss
 from ftcli.model.patch import patch
+from ftcli.model.routing import RouterBalance, counted_tokens
 from ftcli.tables.families import TABLE
 from tests.small_models import TEXT, build, by_kind
 

@@ -20,8 +20,8 @@ from ftcli.data.tokens import RowImage, TokenizedRow
 from ftcli.data.vision import Vision
 from ftcli.errors import FtcliError
 from ftcli.facts.generation import EngineLayout, pages_of
+from ftcli.generation.decoding import Forward
 from ftcli.generation.engine import Engine
-from ftcli.generation.forward import Forward
 from ftcli.generation.requests import GenerationRequest, PromptImages
 from ftcli.labels import IGNORE_INDEX
 from ftcli.methods.preference.pairs import AnswerScorer

@@ -44,6 +44,8 @@ def animated() -> bytes:
     ("name", "content", "word"),
     [
         ("a.png", encoded(PLAIN)[:-30], "broken"),
+        ("a.png", encoded(PLAIN)[:60] + b"\0" * 40 + encoded(PLAIN)[100:], "broken"),
+        ("a.png", png_of_size(40, 30), "broken"),
         ("a.jpg", encoded(PLAIN, "JPEG")[:-300], "broken"),
         ("a.webp", encoded(PLAIN, "WEBP")[:-30], "broken|not an image"),
         ("a.png", png_of_size(50_000, 50_000), "taken for|attack"),

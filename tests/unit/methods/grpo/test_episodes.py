@@ -103,6 +103,16 @@ def test_an_answer_without_room_for_another_turn_ends_it_as_it_stands() -> None:
     assert one.reward is not None
 
 
+def test_an_answer_that_cannot_fit_is_not_even_tokenized() -> None:
+    turns, (one,), talk = made(longest=6)
+    instance: Any = one.instance
+    instance._answer = "x" * 10_000
+    talk.answers = None
+    assert turns.ended(0, 0, [5, CALL, 4], "stop")
+    assert turns.given(wait=True) == [(0, 0, None)]
+    assert one.reward is not None
+
+
 def test_a_broken_call_is_told_and_counted() -> None:
     turns, (one,), _ = made(longest=99)
     assert turns.ended(0, 0, [BROKEN, 4], "stop")
