@@ -194,14 +194,13 @@ def _folder(folder: Path, origin: Origin | None) -> ConfigSource:
     path = folder / "config.json"
     if not is_file(path):
         adapter = is_file(folder / ADAPTER_CONFIG)
-        raise preflight_error(
-            "FT304",
-            f"{folder} holds no config.json",
-            origin,
-            help="this is an adapter: name its base model, or merge it first with `ftcli export`"
+        message = f"{folder} holds no config.json"
+        help = (
+            "this is an adapter: name its base model, or merge it first with `ftcli export`"
             if adapter
-            else "name a folder in Transformers format (it has a config.json)",
+            else "name a folder in Transformers format (it has a config.json)"
         )
+        raise preflight_error("FT304", message, origin, help=help)
     return ConfigSource("local folder", folder, read_json(path, origin))
 
 
@@ -232,19 +231,13 @@ def hub_error(error: Exception, model: ModelConfig, origin: Origin | None, *, of
                 "FT303", f"{name} has no revision {model.revision!r}", origin, help="check the revision"
             )
         case hub.LocalEntryNotFoundError() if offline:
-            return preflight_error(
-                "FT306",
-                f"{name} is not in the local cache, and --offline forbids asking the Hub",
-                origin,
-                help=f"run once without --offline, {elsewhere}",
-            )
+            message = f"{name} is not in the local cache, and --offline forbids asking the Hub"
+            help = f"run once without --offline, {elsewhere}"
+            return preflight_error("FT306", message, origin, help=help)
         case hub.EntryNotFoundError() if not isinstance(error, hub.LocalEntryNotFoundError):
-            return preflight_error(
-                "FT304",
-                f"{name} holds no config.json",
-                origin,
-                help="choose a repository in Transformers format (it has a config.json)",
-            )
+            message = f"{name} holds no config.json"
+            help = "choose a repository in Transformers format (it has a config.json)"
+            return preflight_error("FT304", message, origin, help=help)
         case _:
             reason = first_line(error)
             return preflight_error(

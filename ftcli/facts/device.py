@@ -156,13 +156,9 @@ def named_device(name: str, option: str = "--as") -> DeviceFacts:
         if pattern.fullmatch(words):
             raise _not_supported(f"{name} is {kind}", driver, f"known are: {known}", origin)
     close = get_close_matches(key, DEVICE_NAMES, 1, cutoff=0.6)
-    raise FtcliError.single(
-        "FT506",
-        f"unknown device {name!r}",
-        exit_code=ExitCode.RECIPE,
-        origin=origin,
-        help=f"did you mean {close[0]}? Known are: {known}" if close else f"known are: {known}",
-    )
+    message = f"unknown device {name!r}"
+    help = f"did you mean {close[0]}? Known are: {known}" if close else f"known are: {known}"
+    raise FtcliError.single("FT506", message, exit_code=ExitCode.RECIPE, origin=origin, help=help)
 
 
 def _not_supported(what: str, driver: str, help: str, origin: Origin | None = None) -> FtcliError:

@@ -210,19 +210,13 @@ def _supported_type(raw: JsonMap, name: str, origin: Origin | None) -> str:
         what = names[0] if names else model_type
         if what.endswith(_CLASSIFIER):
             raise _of_a_classifier(raw, name, what, origin)
-        raise preflight_error(
-            "FT309",
-            f"{name} is a {what}; ftcli trains causal language models, and those inside {', '.join(MULTIMODAL)}",
-            origin,
-            help="choose a text model, such as google/gemma-2-2b-it",
-        )
+        message = f"{name} is a {what}; ftcli trains causal language models, and those inside {', '.join(MULTIMODAL)}"
+        help = "choose a text model, such as google/gemma-2-2b-it"
+        raise preflight_error("FT309", message, origin, help=help)
     if not _transformers_knows(model_type):
-        raise preflight_error(
-            "FT309",
-            f"the installed transformers knows no model_type {model_type!r} ({name})",
-            origin,
-            help="upgrade transformers; models that need trust_remote_code are not supported",
-        )
+        message = f"the installed transformers knows no model_type {model_type!r} ({name})"
+        help = "upgrade transformers; models that need trust_remote_code are not supported"
+        raise preflight_error("FT309", message, origin, help=help)
     return model_type
 
 
@@ -233,12 +227,9 @@ def _of_a_classifier(raw: JsonMap, name: str, what: str, origin: Origin | None) 
     kind = "a reward model: it scores answers and writes none" if one else "a classifier: it writes no text"
     judge = f"grpo: {{rewards: [{{use: reward_model, model: {name}}}]}}"
     base = "name the language model that it was trained from"
-    return preflight_error(
-        "FT309",
-        f"{name} is a {what}, {kind}",
-        origin,
-        help=f"{base}; to judge answers by it: {judge}" if one else base,
-    )
+    message = f"{name} is a {what}, {kind}"
+    help = f"{base}; to judge answers by it: {judge}" if one else base
+    return preflight_error("FT309", message, origin, help=help)
 
 
 def _transformers_knows(model_type: str) -> bool:
