@@ -210,36 +210,31 @@ def hub_error(error: Exception, model: ModelConfig, origin: Origin | None, *, of
 
     name = model.name_or_path
     elsewhere = "or name a local folder in its place"
+    code, message, help = (
+        "FT308",
+        f"the Hub gives no answer about {name}: {first_line(error)}",
+        "try again, " + elsewhere,
+    )
     match error:
         case hub.HFValidationError():
-            return preflight_error(
-                "FT303", f"{name!r} is neither a folder here nor a Hub id", origin, help="write OWNER/NAME"
-            )
+            code, message, help = "FT303", f"{name!r} is neither a folder here nor a Hub id", "write OWNER/NAME"
         case hub.GatedRepoError():
             page = f"https://huggingface.co/{name}"
-            return preflight_error(
-                "FT307", f"{name} is gated", origin, help=f"ask for access at {page}, then `hf auth login`"
-            )
+            code, message, help = "FT307", f"{name} is gated", f"ask for access at {page}, then `hf auth login`"
         case hub.RepositoryNotFoundError():
             close = get_close_matches(name, bundled_configs(), 1, cutoff=0.8)
-            hint = (
-                f"did you mean {close[0]}?" if close else f"check the spelling; private ones need a login, {elsewhere}"
+            help = f"check the spelling; private ones need a login, {elsewhere}"
+            code, message, help = (
+                "FT303",
+                f"the Hub has no model {name}",
+                f"did you mean {close[0]}?" if close else help,
             )
-            return preflight_error("FT303", f"the Hub has no model {name}", origin, help=hint)
         case hub.RevisionNotFoundError():
-            return preflight_error(
-                "FT303", f"{name} has no revision {model.revision!r}", origin, help="check the revision"
-            )
+            code, message, help = "FT303", f"{name} has no revision {model.revision!r}", "check the revision"
         case hub.LocalEntryNotFoundError() if offline:
             message = f"{name} is not in the local cache, and --offline forbids asking the Hub"
-            help = f"run once without --offline, {elsewhere}"
-            return preflight_error("FT306", message, origin, help=help)
+            code, help = "FT306", f"run once without --offline, {elsewhere}"
         case hub.EntryNotFoundError() if not isinstance(error, hub.LocalEntryNotFoundError):
-            message = f"{name} holds no config.json"
+            code, message = "FT304", f"{name} holds no config.json"
             help = "choose a repository in Transformers format (it has a config.json)"
-            return preflight_error("FT304", message, origin, help=help)
-        case _:
-            reason = first_line(error)
-            return preflight_error(
-                "FT308", f"the Hub gives no answer about {name}: {reason}", origin, help=f"try again, {elsewhere}"
-            )
+    return preflight_error(code, message, origin, help=help)

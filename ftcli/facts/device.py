@@ -284,11 +284,7 @@ def _text(path: Path) -> str:
 
 
 def _meminfo(path: Path) -> dict[str, int]:
-    try:
-        lines = path.read_text(encoding="ascii").splitlines()
-    except (OSError, UnicodeDecodeError):
-        return {}
-    pairs = (line.partition(":") for line in lines)
+    pairs = (line.partition(":") for line in _text(path).splitlines())
     return {key: int(rest.split()[0]) * _KIB for key, _, rest in pairs if rest.split() and rest.split()[0].isdigit()}
 
 
@@ -305,8 +301,4 @@ def _cgroup_bytes(path: Path) -> int | None:
 
 
 def _cgroup_stat(path: Path, key: str) -> int:
-    try:
-        lines = path.read_text(encoding="ascii").splitlines()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) for line in lines if line.startswith(f"{key} ")), 0)
+    return next((int(line.split()[1]) for line in _text(path).splitlines() if line.startswith(f"{key} ")), 0)
