@@ -204,11 +204,10 @@ def check_sampling(context: Context) -> Findings:
     if context.command != "sample":
         return
     if not recipe.rewards and not recipe.eval.tasks:
-        yield context.error(
-            "FT284",
-            "",
-            "the recipe has neither rewards (grpo.rewards) nor tasks (eval.tasks), so nothing judges what is sampled",
-            help="add a task, such as `eval: {tasks: [{use: exact_match}]}`, or `- file: judges.py:score` for your own",
+        message = (
+            "the recipe has neither rewards (grpo.rewards) nor tasks (eval.tasks), so nothing judges what is sampled"
         )
+        help = "add a task, such as `eval: {tasks: [{use: exact_match}]}`, or `- file: judges.py:score` for your own"
+        yield context.error("FT284", "", message, help=help)
     if context.method.reward_rules is not None:
         yield from code_of(context.method.reward_rules)(context)

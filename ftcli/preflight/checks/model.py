@@ -91,9 +91,8 @@ def _parts(context: Context, facts: ModelFacts) -> Findings:
     for index, name in enumerate(recipe.export.formats):
         if name in ("gguf", "ollama"):
             message = f"export.formats: {name} holds the language model alone, without what is learned by {asked}"
-            yield context.before_export(
-                "FT447", f"export.formats.{index}", message, "use export.formats: [safetensors]"
-            )
+            help = "use export.formats: [safetensors]"
+            yield context.before_export("FT447", f"export.formats.{index}", message, help)
 
 
 def _most_pixels(context: Context, facts: ModelFacts) -> Findings:
@@ -128,12 +127,9 @@ def _classifier(context: Context, facts: ModelFacts) -> Findings:
     cannot hold one.
     """
     if facts.senses is not None or not has_classifier(facts.text_type):
-        yield context.error(
-            "FT351",
-            "model.name_or_path",
-            f"transformers has no sequence classifier of {facts.text_type}, as which a reward model is saved",
-            help="choose another base model for train.method: reward",
-        )
+        message = f"transformers has no sequence classifier of {facts.text_type}, as which a reward model is saved"
+        help = "choose another base model for train.method: reward"
+        yield context.error("FT351", "model.name_or_path", message, help=help)
     if context.command in ("chat", "sample"):
         help = "`ftcli eval` measures it; the base model answers under a recipe without train.method: reward"
         yield context.error("FT351", "train.method", "a reward model scores answers and writes none", help=help)
@@ -163,12 +159,11 @@ def _stored_quantized(context: Context, facts: ModelFacts) -> Findings:
     if released is not None:
         yield from _released(context, facts, released[1])
     elif stored is None:
-        yield context.error(
-            "FT316",
-            path,
-            f"{facts.name} is stored quantized ({facts.quantization}), which this version of ftcli cannot train on",
-            help="name the model in bfloat16",
+        message = (
+            f"{facts.name} is stored quantized ({facts.quantization}), which this version of ftcli cannot train on"
         )
+        help = "name the model in bfloat16"
+        yield context.error("FT316", path, message, help=help)
     elif context.recipe.quantization.method != stored and context.recipe.model.init == "pretrained":
         help = f"set quantization.method: {stored}, or name it in bfloat16"
         yield context.error("FT316", path, f"{facts.name} is stored in {stored}", help=help)
@@ -193,22 +188,20 @@ def _released(context: Context, facts: ModelFacts, words: str) -> Findings:
         )
     else:
         said, help = f"read exactly, then rounded once more, to {method}", None
-    yield context.note(
-        "FT327", "model.name_or_path", f"{facts.name} is stored in {words}: its weights are {said}", help
-    )
+    message = f"{facts.name} is stored in {words}: its weights are {said}"
+    yield context.note("FT327", "model.name_or_path", message, help)
 
 
 def _warm_up(context: Context, facts: ModelFacts) -> Findings:
     """FT340: a model that was trained rounded is not the model of its exact values, if it has any."""
     recipe = context.recipe
     if context.trains and recipe.quantization.lambda_warmup_steps and recipe.model.init == "pretrained":
-        yield context.error(
-            "FT340",
-            "quantization.lambda_warmup_steps",
+        message = (
             f"{facts.name} was trained with ternary weights; lambda_warmup_steps would start from full-precision "
-            "values that it was never trained on",
-            help="remove it; training goes on from the ternary weights",
+            "values that it was never trained on"
         )
+        help = "remove it; training goes on from the ternary weights"
+        yield context.error("FT340", "quantization.lambda_warmup_steps", message, help=help)
 
 
 def _formats_of_rounded(context: Context, method: str) -> Findings:
@@ -267,12 +260,9 @@ def _stacks(context: Context, facts: ModelFacts) -> Findings:
     """Yields now what `export` would refuse of experts after training."""
     asked = [name for name in context.recipe.export.formats if exports.row(name).linear_only]
     if context.trains and asked and facts.shape is not None and facts.shape.has_experts:
-        yield context.note(
-            "FT740",
-            "export.formats",
-            f"{asked[0]} rounds linear layers alone, and the experts of {facts.name} are stacks",
-            help=f"leave {asked[0]} out; export.formats: [safetensors] writes the model in 16 bits",
-        )
+        message = f"{asked[0]} rounds linear layers alone, and the experts of {facts.name} are stacks"
+        help = f"leave {asked[0]} out; export.formats: [safetensors] writes the model in 16 bits"
+        yield context.note("FT740", "export.formats", message, help=help)
 
 
 def not_made(context: Context, facts: ModelFacts) -> Iterator[NotMade]:

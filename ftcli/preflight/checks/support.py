@@ -55,12 +55,8 @@ def _values(context: Context) -> Findings:
     launch, most = recipe.launch, engines.row(recipe.launch.engine).processes
     if most is not None and launch.num_processes > most:
         message = f"launch.num_processes: {launch.num_processes} is not supported with launch.engine: {launch.engine}"
-        yield context.error(
-            "FT250",
-            "launch.num_processes",
-            message,
-            f"use {most}, or launch.engine: {' or '.join(engines.of_several())}",
-        )
+        help = f"use {most}, or launch.engine: {' or '.join(engines.of_several())}"
+        yield context.error("FT250", "launch.num_processes", message, help)
     attention = recipe.model.attention
     if attention not in SUPPORTED_ATTENTION:
         message = f"model.attention: {attention} is not supported"
@@ -69,12 +65,11 @@ def _values(context: Context) -> Findings:
         yield from _method(context)
     if quantization.freezes_base and recipe.lora is None:
         others = " | ".join(quantizations.names(freezes_base=False))
-        yield context.error(
-            "FT251",
-            "quantization.method",
-            f"quantization.method {recipe.quantization.method} freezes the base weights, so there is nothing to train",
-            help=f"add a `lora` section, or use `quantization.method: {others}` for full fine-tuning",
+        message = (
+            f"quantization.method {recipe.quantization.method} freezes the base weights, so there is nothing to train"
         )
+        help = f"add a `lora` section, or use `quantization.method: {others}` for full fine-tuning"
+        yield context.error("FT251", "quantization.method", message, help=help)
 
 
 def _method(context: Context) -> Findings:
