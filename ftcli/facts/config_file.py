@@ -210,11 +210,8 @@ def hub_error(error: Exception, model: ModelConfig, origin: Origin | None, *, of
 
     name = model.name_or_path
     elsewhere = "or name a local folder in its place"
-    code, message, help = (
-        "FT308",
-        f"the Hub gives no answer about {name}: {first_line(error)}",
-        "try again, " + elsewhere,
-    )
+    code, message = "FT308", f"the Hub gives no answer about {name}: {first_line(error)}"
+    help = f"try again, {elsewhere}"
     match error:
         case hub.HFValidationError():
             code, message, help = "FT303", f"{name!r} is neither a folder here nor a Hub id", "write OWNER/NAME"
@@ -223,12 +220,9 @@ def hub_error(error: Exception, model: ModelConfig, origin: Origin | None, *, of
             code, message, help = "FT307", f"{name} is gated", f"ask for access at {page}, then `hf auth login`"
         case hub.RepositoryNotFoundError():
             close = get_close_matches(name, bundled_configs(), 1, cutoff=0.8)
+            code, message = "FT303", f"the Hub has no model {name}"
             help = f"check the spelling; private ones need a login, {elsewhere}"
-            code, message, help = (
-                "FT303",
-                f"the Hub has no model {name}",
-                f"did you mean {close[0]}?" if close else help,
-            )
+            help = f"did you mean {close[0]}?" if close else help
         case hub.RevisionNotFoundError():
             code, message, help = "FT303", f"{name} has no revision {model.revision!r}", "check the revision"
         case hub.LocalEntryNotFoundError() if offline:

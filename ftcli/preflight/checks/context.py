@@ -120,6 +120,11 @@ class Context:
         """FT259: the value of ``path`` changes nothing; ``why`` ends that sentence."""
         return self.warning("FT259", path, f"{path} has no effect {why}", help)
 
+    def lacks(self, path: str, what: str, package: str, install: str) -> Finding:
+        """FT253: what the value of ``path`` asks for needs a package that is not here."""
+        message = f"{what} needs the package {package}, which is not installed"
+        return self.error("FT253", path, message, f"pip install '{install}'")
+
     def note(self, code: str, path: str, message: str, help: str | None = None) -> Finding:
         """A note that points at the value of ``path``."""
         return self._finding(code, path, message, help, "note")

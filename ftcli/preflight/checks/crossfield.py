@@ -120,8 +120,7 @@ def _tasks(context: Context, installed: Installed) -> Findings:
 
 def _harness(context: Context, installed: Installed) -> Findings:
     if context.command in ("eval", "check") and context.recipe.eval.lm_eval and not installed("lm_eval"):
-        message = "eval.lm_eval needs the package lm_eval (lm-evaluation-harness), which is not installed"
-        yield context.error("FT253", "eval.lm_eval", message, help="pip install 'ftcli[eval]'")
+        yield context.lacks("eval.lm_eval", "eval.lm_eval", "lm_eval (lm-evaluation-harness)", "ftcli[eval]")
 
 
 def _judge(context: Context, path: str, task: TaskConfig) -> Findings:
@@ -203,8 +202,7 @@ def _optimizer(context: Context, installed: Installed) -> Findings:
     train = context.recipe.train
     row = optimizers.row(train.optim)
     if row.package is not None and not installed(row.package.name):
-        message = f"train.optim: {train.optim} needs the package {row.package.name}, which is not installed"
-        yield context.error("FT253", "train.optim", message, help=f"pip install '{row.package.install}'")
+        yield context.lacks("train.optim", f"train.optim: {train.optim}", row.package.name, row.package.install)
     for name in optimizers.optimizer_settings():
         if context.says(f"train.{name}") and name not in row.reads:
             yield context.no_effect(f"train.{name}", f"with optim: {train.optim}")

@@ -51,8 +51,7 @@ def judge_findings(
             found = error.findings[0]
             yield context.error(found.code, f"{path}.model", found.message, help=found.help)
     if judge.package is not None and not installed(judge.package.name.replace("-", "_")):
-        message = f"`use: {judge_name(judged)}` needs the package {judge.package.name}, which is not installed"
-        yield context.error("FT253", f"{path}.use", message, help=f"pip install '{judge.package.install}'")
+        yield context.lacks(f"{path}.use", f"`use: {judge_name(judged)}`", judge.package.name, judge.package.install)
     if judged.json_schema is not None and "json_schema" in judge.reads:
         try:
             validator_of(judged.json_schema)

@@ -93,9 +93,8 @@ def _exports(context: Context, installed: Installed) -> Findings:
     for index, name in enumerate(context.recipe.export.formats):
         row = exports.row(name)
         if row.package is not None and not installed(row.package.name):
-            message = f"export.formats: {name} needs the package {row.package.name}, which is not installed"
-            help = f"pip install '{row.package.install}'"
-            yield context.error("FT253", f"export.formats.{index}", message, help=help)
+            package = row.package
+            yield context.lacks(f"export.formats.{index}", f"export.formats: {name}", package.name, package.install)
 
 
 def _programs(context: Context) -> Findings:
@@ -118,5 +117,4 @@ def _loggers(context: Context, installed: Installed) -> Findings:
     for name in context.recipe.logging.loggers:
         row = loggers.row(name)
         if not installed(row.package):
-            message = f"logging.{name} needs the package {row.package}, which is not installed"
-            yield context.error("FT253", f"logging.{name}", message, help=f"pip install '{row.install}'")
+            yield context.lacks(f"logging.{name}", f"logging.{name}", row.package, row.install)
