@@ -321,7 +321,8 @@ class AnswerFiles:
         reporter, each = self._job.reporter, self._drawing.num_generations
         judged_otherwise = self._folder.begin(drawn, self._scorer.settings(), replace=replace)
         path, keys, group = self._folder.path, self._keys, self._group
-        answered, scored = partial(self._holds, "answers", _is_answer), partial(self._holds, "scores", _is_score)
+        answered = partial(self._holds, "answers", _is_answer)
+        scored = partial(self._holds, "scores", lambda value: value is None or is_number(value))
         self._answers = GroupLog(path / ANSWERS, keys, group, answered, replace=replace)
         drawn_before = keys[: self._answers.count]
         self._scores = GroupLog(path / SCORES, drawn_before, group, scored, replace=replace, alone=True)
@@ -402,10 +403,6 @@ def answers_in(record: JsonMap) -> list[DrawnAnswer]:
         )
         for one in record["answers"]
     ]
-
-
-def _is_score(value: object) -> bool:
-    return value is None or is_number(value)
 
 
 def _is_answer(record: object) -> bool:

@@ -108,7 +108,8 @@ def fused_layers(*, all_scores: bool, reference: bool, attention_by_kernel: bool
         "own input": partial(_layer_input, reference=reference),
     }
     sent = partial(_sent, attention_by_kernel=attention_by_kernel)
-    return LayerMemory(kept, forward, backward, "MLP", in_front, sent, _ahead)
+    # Whoever makes attention's output fetches ahead.
+    return LayerMemory(kept, forward, backward, "MLP", in_front, sent, lambda shape: fetched_ahead(shape.most_sent))
 
 
 def _mixer(shape: ModelShape, setting: ActivationSettings, *, all_scores: bool, reference: bool) -> float:
@@ -141,7 +142,9 @@ def _own_mixer(shape: ModelShape, setting: ActivationSettings, *, reference: boo
         return _MixerBytes(_delta_net(shape, setting, reference=reference), back)
     if shape.latents:
         latent = shape.latents[0]
-        return _MixerBytes(_latent_attention(latent, setting), _latent_backward(latent, setting))
+        # Gradients between the output projection and the latents, its own input's among them.
+        back = setting.bytes_compute * (_latent_heads(latent) + latent.output_width)
+        return _MixerBytes(_latent_attention(latent, setting), back)
     return None
 
 
@@ -354,16 +357,6 @@ def _latent_heads(latent: LatentAttention) -> int:
     return latent.width + latent.expanded + 3 * latent.width
 
 
-def _latent_backward(latent: LatentAttention, setting: ActivationSettings) -> float:
-    """Bytes of gradients between the output projection and the latents, its own input's among them."""
-    return setting.bytes_compute * (_latent_heads(latent) + latent.output_width)
-
-
 def _sent(shape: ModelShape, *, attention_by_kernel: bool) -> int:
     attended = attention_by_kernel and not shape.delta_nets
     return 1 if shape.parallel else shape.half_inputs + attended
-
-
-def _ahead(shape: ModelShape) -> int:
-    """Whoever makes attention's output."""
-    return fetched_ahead(shape.most_sent)
