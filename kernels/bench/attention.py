@@ -18,10 +18,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from common import Table, parser
-from ftkernels.attention_backward import key_backward, query_backward
-from ftkernels.attention_config import AttentionTile, AttentionTiles, choose_tiles
-from ftkernels.attention_forward import attention_forward
-from ftkernels.attention_launch import AttentionSettings, padded_size
+from ftkernels.attention_config import AttentionSettings, AttentionTile, AttentionTiles, choose_tiles, padded_size
+from ftkernels.attention_kernels import attention_forward, key_backward, query_backward
 from ftkernels.attention_mask import AttentionMask, TokenRanges
 from ftkernels.device import gpu_of
 from timing import SHAPES, SMALL_SHAPES, Shape, require_interpreter, shape_of, start

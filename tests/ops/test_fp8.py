@@ -7,18 +7,22 @@ from typing import Any
 import pytest
 import torch
 from ftkernels.fp8 import (
+    E4M3,
     Fp8Rows,
     Fp8Weight,
+    dequantize_fp8_triton,
+    e4m3_store,
     fp8_on_tensor_cores,
     join_fp8,
     joined_fp8,
     multiply_rows,
     part_fp8,
     quantize_fp8,
+    quantize_fp8_torch,
+    quantize_fp8_triton,
     quantize_weight,
 )
-from ftkernels.fp8_kernels import E4M3, e4m3_store, quantize_fp8_torch, quantize_fp8_triton
-from ftkernels.norm_parts import norm_forward
+from ftkernels.rms_norm import norm_forward
 from torch import Tensor
 
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
@@ -102,6 +106,16 @@ def test_every_value_is_torchs_own(device: str, dtype: torch.dtype) -> None:
         scale = 2.0 ** torch.arange(-3, data.shape[0] - 3, device=device)
         wanted = (data.to(torch.float64) * scale[:, None].double()).to(dtype)
         torch.testing.assert_close(Fp8Rows(data, scale).dequantize(dtype), wanted, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [F32, torch.float16, BF16], ids=str)
+@pytest.mark.parametrize("shape", [(16, 16), (5, 2050), (3, 48)], ids=str)
+def test_the_kernel_dequantizes_every_value(device: str, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    """All bytes that there are, NaN and the smallest among them; rows wider than a block."""
+    data = torch.arange(shape[0] * shape[1], device=device).to(torch.uint8).view(E4M3).view(shape)
+    scale = 2.0 ** torch.arange(-6, shape[0] - 6, device=device)
+    wanted = (data.to(F64) * scale[:, None].double()).to(dtype)
+    torch.testing.assert_close(dequantize_fp8_triton(data, scale, dtype), wanted, rtol=0, atol=0, equal_nan=True)
 
 
 def test_values_are_within_a_sixteenth(device: str) -> None:

@@ -63,6 +63,10 @@ class Counter:
         """Ends the process."""
         os._exit(3)
 
+    def half(self) -> str:
+        """Says half of a pair."""
+        return "a\\ud800b"
+
     def long(self) -> str:
         """Says much."""
         return "x" * 100
@@ -75,7 +79,7 @@ class Counter:
         return None
 
     def get_reward(self):
-        return float("nan") if self.count == 99 else self.count
+        return {98: [1, 2], 99: float("nan")}.get(self.count, self.count)
 '''
 
 
@@ -97,7 +101,15 @@ def begun(counters: EnvironmentPool, *rows: dict[str, Any]) -> list[EnvironmentI
 def test_its_tools_are_its_public_methods(counters: EnvironmentPool) -> None:
     facts = counters.facts
     assert (facts.name, facts.rewards) == ("Counter", True)
-    assert [schema["function"]["name"] for schema in facts.schemas] == ["add", "die", "fail", "later", "long", "sleep"]
+    assert [schema["function"]["name"] for schema in facts.schemas] == [
+        "add",
+        "die",
+        "fail",
+        "half",
+        "later",
+        "long",
+        "sleep",
+    ]
     assert facts.schemas[0]["function"]["parameters"]["properties"]["by"] == {
         "type": "integer", "description": "How much.",
     }  # fmt: skip
@@ -185,11 +197,20 @@ def test_an_answer_is_cut_where_the_recipe_says(counters: EnvironmentPool) -> No
     assert one.call([("long", {})], 100)[0].content == "x" * 100
 
 
-def test_a_reward_that_is_no_number_is_a_failure(counters: EnvironmentPool) -> None:
-    (one,) = begun(counters, {"start": 99})
+@pytest.mark.parametrize(
+    ("start", "said"), [(99, "returned nan, where a number"), (98, "returned a list, where a number")]
+)
+def test_a_reward_that_is_no_number_is_a_failure(counters: EnvironmentPool, start: int, said: str) -> None:
+    (one,) = begun(counters, {"start": start})
     found = one.reward()
     assert isinstance(found, FailedJudgement)
-    assert "returned nan" in found.reason
+    assert said in found.reason
+
+
+def test_halves_of_surrogate_pairs_are_replaced(counters: EnvironmentPool) -> None:
+    (one,), said = counters.begin([{"note": "\ud800", "start": 1}], ["a"])
+    assert said == ["\ufffd"]
+    assert one.call([("half", {})], None)[0].content == "a\ufffdb"
 
 
 @pytest.mark.parametrize(
@@ -198,8 +219,8 @@ def test_a_reward_that_is_no_number_is_a_failure(counters: EnvironmentPool) -> N
         ("class Counter:\n    def tool(self): ...\n", "has no method reset"),
         ("class Counter:\n    def __init__(self): raise OSError('no disk')\n    def reset(self): ...\n", "no disk"),
         ("class Counter:\n    def reset(self): ...\n    def tool(self, a): ...\n", "tool"),
-        ("raise OSError('not here')\n", "cannot be loaded"),
-        ("class Other: ...\n", "cannot be loaded"),
+        ("raise OSError('not here')\n", "cannot be loaded: it raised OSError: not here"),
+        ("class Other: ...\n", "cannot be loaded: it is no class or function; the file has: Other"),
     ],
 )
 def test_what_is_no_environment_is_refused(source: str, said: str, tmp_path: Path) -> None:
