@@ -199,7 +199,7 @@ RULES = r.Rules(
     computed={
         "dataset": _datasets("data.train"),
         "eval_dataset": _datasets("data.eval"),
-        "template": lambda draft, given: None if _is_text(draft) else sources.template(draft, given),
+        "template": r.unless(lambda draft, _: _is_text(draft), sources.template),
         "packing": _packing,
         "pissa_init": _pissa,
         "pissa_iter": r.read,
