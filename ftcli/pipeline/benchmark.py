@@ -27,6 +27,7 @@ from ftcli.pipeline.bench_result import (
     tokens_per_second,
 )
 from ftcli.pipeline.launch import launched, over_ranks
+from ftcli.plain import JsonObject
 from ftcli.preflight.checks.context import Command
 from ftcli.preflight.report import PreflightReport
 from ftcli.preflight.stages import checked
@@ -114,8 +115,7 @@ def _checked(loaded: LoadedRecipe, session: Session, options: BenchOptions) -> P
     plan = report.plan
     if options.lengths is None and plan.trains and plan.graphed and not plan.wholly_graphed:
         # All micro-batches are of the largest size, which no graph takes.
-        train = shortened.recipe.train.model_copy(update={"cuda_graphs": False})
-        shortened = replace(shortened, recipe=shortened.recipe.model_copy(update={"train": train}))
+        shortened = replace(shortened, recipe=shortened.recipe.changed({"train.cuda_graphs": False}))
         report = checked(shortened, session, command, prompt_tokens=prompt)
     if report.checkpointing.requested == "auto":
         session.reporter.info(f"gradient_checkpointing: {report.checkpointing}")
@@ -142,44 +142,32 @@ def bench_recipe(recipe: Recipe, options: BenchOptions) -> Recipe:
     """
     method = _timed(recipe, options)
     own = method == recipe.train.method
-    model = recipe.model.model_copy(update={"init": "random", "tokenizer": "bytes"})
-    layout = recipe.data.format if own and method != _SUPERVISED else "auto"
-    data = recipe.data.model_copy(update={"max_seq_len": options.seq or recipe.data.max_seq_len, "format": layout})
-    train = recipe.train.model_copy(
-        update={
-            "method": method,
-            "max_steps": _steps(recipe, options),
-            "per_device_train_batch_size": options.batch or recipe.train.per_device_train_batch_size,
-            "gradient_accumulation_steps": 1,
-            "warmup_steps": 0.0,
-            "lr_scheduler_type": schedules.CONSTANT,
-            "lr_scheduler_kwargs": {},
-        }
-    )
-    logging = LoggingConfig(every_steps=options.steps + 1)
+    batch = options.batch or recipe.train.per_device_train_batch_size
+    changes: JsonObject = {
+        "model.init": "random",
+        "model.tokenizer": "bytes",
+        "data.max_seq_len": options.seq or recipe.data.max_seq_len,
+        "data.format": recipe.data.format if own and method != _SUPERVISED else "auto",
+        "train.method": method,
+        "train.max_steps": _steps(recipe, options),
+        "train.per_device_train_batch_size": batch,
+        "train.gradient_accumulation_steps": 1,
+        "train.warmup_steps": 0.0,
+        "train.lr_scheduler_type": schedules.CONSTANT,
+        "train.lr_scheduler_kwargs": {},
+        "logging": LoggingConfig(every_steps=options.steps + 1),
+        "eval.every_steps": None,
+        "eval.per_device_eval_batch_size": batch,
+        "eval.tasks": (),
+        "checkpoint.every_steps": None,
+    }
     if not options.evaluation:
-        data = data.model_copy(update={"eval": ()})
-    preference = recipe.preference
-    if own and preference is not None:
-        preference = _timed_preference(recipe, preference)
-    return recipe.model_copy(
-        update={
-            "model": model,
-            "preference": preference,
-            "data": data,
-            "train": train,
-            "logging": logging,
-            "eval": recipe.eval.model_copy(
-                update={
-                    "every_steps": None,
-                    "per_device_eval_batch_size": train.per_device_train_batch_size,
-                    "tasks": (),
-                }
-            ),
-            "checkpoint": recipe.checkpoint.model_copy(update={"every_steps": None}),
-            **{section: None for section in methods.sections() if not own},
-        }
-    )
+        changes["data.eval"] = ()
+    if not own:
+        changes |= dict.fromkeys(methods.sections())
+    elif recipe.preference is not None:
+        changes["preference"] = _timed_preference(recipe, recipe.preference)
+    return recipe.changed(changes)
 
 
 def _timed_preference(recipe: Recipe, preference: PreferenceConfig) -> PreferenceConfig:
