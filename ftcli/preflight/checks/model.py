@@ -7,16 +7,7 @@ from difflib import get_close_matches
 
 from ftcli.config.model import LoraConfig
 from ftcli.errors import Finding
-from ftcli.facts.adapters import (
-    half_of_a_pair_finding,
-    head_finding,
-    no_module_finding,
-    problem_finding,
-    problems,
-    start_folder,
-    start_problems,
-    targets_of,
-)
+from ftcli.facts import adapters
 from ftcli.facts.model import ModelFacts, has_classifier, takes_sdpa
 from ftcli.facts.shape import ModelShape
 from ftcli.facts.tokenizer import TokenizerFacts, no_stop_finding
@@ -314,9 +305,9 @@ def _start(context: Context, lora: LoraConfig) -> Findings:
     elif lora.init_lora_weights is not True:
         message = f"{path} and lora.init_lora_weights: {lora.init_lora_weights} both say where adapters begin"
         yield context.error("FT250", path, message, "remove one of them")
-    for problem in start_problems(lora, lora.start_from):
+    for problem in adapters.start_problems(lora, lora.start_from):
         help = "write the adapter's own values, or name another folder"
-        yield context.error("FT334", path, f"the adapter in {start_folder(lora.start_from)}: {problem}", help)
+        yield context.error("FT334", path, f"the adapter in {adapters.start_folder(lora.start_from)}: {problem}", help)
 
 
 def _adapters(context: Context, facts: ModelFacts, shape: ModelShape) -> Findings:
@@ -330,15 +321,15 @@ def _adapters(context: Context, facts: ModelFacts, shape: ModelShape) -> Finding
             yield context.error("FT311", "lora.target_modules", "lora.target_modules is empty", help="use all-linear")
     yield from _start(context, lora)
     of_others = context.recipe.model.train != images.LANGUAGE  # whose names are looked up when the model is there
-    for problem in () if of_others else problems(targets_of(shape, lora), lora):
-        yield problem_finding(problem, context.origins.at(f"lora.{problem.key}"))
+    for problem in () if of_others else adapters.problems(adapters.targets_of(shape, lora), lora):
+        yield adapters.problem_finding(problem, context.origins.at(f"lora.{problem.key}"))
     for index, name in enumerate(lora.modules_to_save):
         yield from _saved_module(context, facts, shape, f"lora.modules_to_save.{index}", name)
 
 
 def _target(context: Context, facts: ModelFacts, shape: ModelShape, path: str, target: str) -> Findings:
     if target in TABLES:
-        yield head_finding(target, context.origins.at(path))
+        yield adapters.head_finding(target, context.origins.at(path))
     elif not shape.adapted((target,)) and context.recipe.model.train == images.LANGUAGE:
         leaves = [linear.leaf for linear in shape.linears]
         close = get_close_matches(target, leaves, 1)
@@ -353,9 +344,9 @@ def _saved_module(context: Context, facts: ModelFacts, shape: ModelShape, path: 
         what = "a reward model does not use lm_head" if name == HEAD else f"{name} is always trained whole"
         yield context.error("FT313", path, f"lora.modules_to_save: {what}", help="remove it")
     elif name in TABLES and shape.tied:
-        yield half_of_a_pair_finding(name, context.origins.at(path))
+        yield adapters.half_of_a_pair_finding(name, context.origins.at(path))
     elif name not in (*TABLES, "norm", *(linear.leaf for linear in shape.linears)):
-        yield no_module_finding(name, TABLES, context.origins.at(path))
+        yield adapters.no_module_finding(name, TABLES, context.origins.at(path))
     elif quantizations.row(method).freezes_base and name in (linear.leaf for linear in shape.linears):
         message = f"lora.modules_to_save: {name} is stored in {method}, which cannot be trained"
         help = f"name it in lora.target_modules, or keep to {', '.join(TABLES)}, norm"
