@@ -1,4 +1,5 @@
-"""Finds a model's config.json: bundled, in a local folder, in the Hub's cache, or on the Hub. Never weights.
+"""Finds a model's config.json: bundled, in a local folder, in the Hub's cache, or on the Hub. Of weights only how many
+bytes are not on this machine yet.
 
 The order is bundled model, local folder, bundled config of a known Hub id, cache, Hub. ``huggingface_hub`` is imported
 only for the last two.
@@ -7,7 +8,7 @@ only for the last two.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -232,3 +233,32 @@ def hub_error(error: Exception, model: ModelConfig, origin: Origin | None, *, of
             code, message = "FT304", f"{name} holds no config.json"
             help = "choose a repository in Transformers format (it has a config.json)"
     return preflight_error(code, message, origin, help=help)
+
+
+#: ``sizes(repo_id, revision)`` answers the bytes of each file of a repository by name, and the commit they are of.
+Sizes = Callable[[str, str | None], tuple[Mapping[str, int], str | None]]
+
+
+def sizes_on_hub(repo_id: str, revision: str | None) -> tuple[Mapping[str, int], str | None]:
+    """Asks the Hub; empty where it does not answer."""
+    from huggingface_hub import HfApi, constants
+
+    with suppress(*hub_errors()):
+        require_connection(constants.ENDPOINT)
+        found = HfApi().model_info(repo_id, revision=revision, files_metadata=True)
+        return {file.rfilename: file.size or 0 for file in found.siblings or ()}, found.sha
+    return {}, None
+
+
+def missing_bytes(repo_id: str, revision: str | None, *, sizes: Sizes = sizes_on_hub) -> int:
+    """Bytes of the weight files that loading the model will download; 0 where none are, or nobody knows."""
+    from huggingface_hub import try_to_load_from_cache
+
+    files, commit = sizes(repo_id, revision)
+    # transformers takes `model.safetensors` or its shards; others lie in folders or are adapters.
+    weights = {name: size for name, size in files.items() if name.startswith("model") and name.endswith(".safetensors")}
+    return sum(
+        size
+        for name, size in weights.items()
+        if not isinstance(try_to_load_from_cache(repo_id, name, revision=commit), str)
+    )

@@ -22,7 +22,7 @@ from ftcli.facts.config_file import (
     read_json,
 )
 from ftcli.facts.language import has_other_parts, multimodal_of, text_values
-from ftcli.facts.shape import ModelShape, shape_of, window_of, windows_of
+from ftcli.facts.shape import ModelShape, shape_of, window_of
 from ftcli.facts.tokenizer import TokenizerFacts, inspect_tokenizer
 from ftcli.facts.weights import WeightFiles, inspect_weights
 from ftcli.paths import expanded, is_file, is_folder
@@ -136,10 +136,6 @@ class ModelFacts:
     def drops_residual(self) -> bool:
         """True if training drops elements of what each half of a layer adds (``residual_dropout``)."""
         return bool(self.language.get("residual_dropout"))
-
-    def windowed_layers(self, num_layers: int) -> int:
-        """Number of the first ``num_layers`` layers that have the sliding window, if the model has one."""
-        return sum(window is not None for window in windows_of(self.language, self.family, num_layers))
 
 
 def read_facts(model: ModelConfig, *, offline: bool, origins: Origins, fetch: Fetch = fetch_from_hub) -> ModelFacts:

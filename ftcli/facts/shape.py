@@ -86,12 +86,6 @@ class ModelShape:
         return tuple(layer.attention for layer in self.layers if layer.attention is not None)
 
     @property
-    def shared_key_width(self) -> int:
-        """Features of the keys that layers take from earlier ones, each counted once; of the values as many."""
-        shared = {(each.window, each.key_width) for each in self.attending if each.keys == "shared"}
-        return sum(width for _, width in shared)
-
-    @property
     def delta_nets(self) -> tuple[DeltaNet, ...]:
         return tuple(layer.delta_net for layer in self.layers if layer.delta_net is not None)
 
@@ -127,7 +121,11 @@ class ModelShape:
     @property
     def embedding_parameters(self) -> int:
         """Elements of the token embedding (and of the head, when it is not tied), and of layers' own inputs."""
-        return self.vocab_size * self.hidden_size * (1 if self.tied else 2) + self.layer_input_parameters
+        own = 0
+        if self.layer_input is not None:  # tables, and what is added to them: a linear and a norm
+            rows = self.layer_input.entries + self.hidden_size
+            own = rows * self.layer_input_features + self.layer_input.width
+        return self.vocab_size * self.hidden_size * (1 if self.tied else 2) + own
 
     @property
     def layer_input_features(self) -> int:
@@ -135,30 +133,15 @@ class ModelShape:
         return 0 if self.layer_input is None else self.layer_input.width * self.num_layers
 
     @property
-    def layer_input_parameters(self) -> int:
-        """Elements of the tables of layers' own inputs, and of what is added to them: a linear and a norm."""
-        if self.layer_input is None:
-            return 0
-        return (self.layer_input.entries + self.hidden_size) * self.layer_input_features + self.layer_input.width
-
-    @property
     def norm_parameters(self) -> int:
         """Elements of all norm weights, and of what activations have."""
-        return sum(layer.other_parameters for layer in self.layers) + _norm(self.family, self.hidden_size)
+        last = self.hidden_size * (2 if self.family.norm_bias else 1)
+        return sum(layer.other_parameters for layer in self.layers) + last
 
     @property
     def norms(self) -> Norms:
         """Norms of width hidden_size in a layer."""
-        return _norms(self.family, parallel=self.parallel)
-
-    @property
-    def norm_count(self) -> int:
-        return len(self.norms.names)
-
-    @property
-    def rotated_share(self) -> float:
-        """The share of the layers that attend which rotate queries and keys."""
-        return sum(each.rotary_dim > 0 for each in self.attending) / max(len(self.attending), 1)
+        return PARALLEL if self.parallel else self.family.norms
 
     @property
     def rotates_in_part(self) -> bool:
@@ -430,17 +413,10 @@ def _stated(config: Config, asked: bool | str) -> bool:
     return bool(config.get(asked)) if isinstance(asked, str) else asked
 
 
-def _norms(family: Family, *, parallel: bool) -> Norms:
-    return PARALLEL if parallel else family.norms
-
-
-def _norm(family: Family, width: int) -> int:
-    return width * (2 if family.norm_bias else 1)
-
-
 def _norm_parameters(family: Family, hidden: int, inner: int, *, parallel: bool) -> int:
     """Elements of the norms of a layer, but those of queries and keys, and of its activation."""
-    total = len(_norms(family, parallel=parallel).names) * _norm(family, hidden)
+    count = len((PARALLEL if parallel else family.norms).names)
+    total = count * hidden * (2 if family.norm_bias else 1)
     return total + family.activation_parameters + (hidden + inner if family.sub_norms else 0)
 
 

@@ -332,7 +332,9 @@ class AnswerFiles:
         self._judge_drawn()
         if self._answers.count == len(self._keys):
             return None
-        sampler = self._sampler()
+        self._scorer.load()
+        model = model_that_answers(self._job, self._run, self._weights)
+        sampler = Sampler(model, self._job, self._drawing, self._asked)
         tokens, seconds = 0, 0.0
         left = (len(self._keys) - self._answers.count) * each
         with reporter.progress(left, "sampling") as progress:
@@ -381,11 +383,6 @@ class AnswerFiles:
             self._record(at, scores=[one.value for one in group], **more)
             for at, group, more in zip(places, scored, parts, strict=True)
         )
-
-    def _sampler(self) -> Sampler:
-        self._scorer.load()
-        model = model_that_answers(self._job, self._run, self._weights)
-        return Sampler(model, self._job, self._drawing, self._asked)
 
     def read(self) -> Iterator[tuple[RenderedPrompt, list[DrawnAnswer], list[float | None]]]:
         """Each prompt with its answers and their scores."""

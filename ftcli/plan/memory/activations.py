@@ -175,7 +175,7 @@ def norm_bytes(width: int, shape: ModelShape, setting: ActivationSettings, eleme
 
 def _norms(shape: ModelShape, setting: ActivationSettings) -> float:
     if setting.rounds == "in norms" and not setting.own_norms:
-        total = float(shape.norm_count * (setting.bytes_residual * shape.hidden_size + 4))
+        total = float(len(shape.norms.names) * (setting.bytes_residual * shape.hidden_size + 4))
         inner = shape.hidden_size + shape.intermediate_size
         return total + (setting.bytes_compute * inner + 8 if shape.family.sub_norms else 0)
     norms, total = shape.norms, 0.0

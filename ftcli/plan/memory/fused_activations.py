@@ -235,7 +235,8 @@ def _copies(shape: ModelShape, setting: ActivationSettings, *, reference: bool) 
     """Elements of queries and keys, and of attention's output, beside one buffer of queries, keys and values and one
     output.
     """
-    family, width, turned = shape.family, shape.q_width + shape.kv_width, shape.rotated_share
+    family, width, attending = shape.family, shape.q_width + shape.kv_width, shape.attending
+    turned = sum(each.rotary_dim > 0 for each in attending) / max(len(attending), 1)
     norms = family.head_norm
     made: float = 0 if norms is None else width
     if reference or not _in_one_kernel(shape, setting):

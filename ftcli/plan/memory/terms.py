@@ -380,7 +380,7 @@ def _cast_elements(plan: RunPlan) -> int:
         # Sharded weights are cast where they are gathered.
         cast = plan.dtypes.parameter != plan.dtypes.compute and plan.shard_size == 1
         return plan.shape.linear_parameters if cast else 0
-    return plan.trained.by_autocast
+    return sum(m.elements * m.count for m in plan.trained.matrices if m.part == "hidden")  # all else is not cast
 
 
 def _autocast_copies(plan: RunPlan) -> int:
@@ -427,7 +427,9 @@ def _shared(plan: RunPlan) -> int:
     trains = plan.recipe.lora is None or plan.policy.by_transformers
     beside = layer_input_bytes(shape, setting, gradient=trains) - layer_input_bytes(shape, setting, gradient=False)
     if plan.policy.recomputes == "layer":
-        beside += 2 * setting.bytes_compute * shape.shared_key_width
+        # Keys that layers take from earlier ones, each counted once, and as many values.
+        shared = {(each.window, each.key_width) for each in shape.attending if each.keys == "shared"}
+        beside += 2 * setting.bytes_compute * sum(width for _, width in shared)
     return made_once(plan, *plan.largest, padded=_masked_densely(plan)) + int(plan.tokens * beside)
 
 

@@ -62,20 +62,10 @@ class Context:
         return self.command == "sample" or (self.work == "train" and self.method.from_prompts)
 
     @property
-    def asks_method(self) -> bool:
-        """True if rules of the training method hold: for its rows, or for the judges of what is sampled."""
-        return self.work == "train" or self.command == "sample"
-
-    @property
     def scores_tasks(self) -> bool:
         """True if `eval.tasks` are scored, or looked at for a command that scores them."""
         by_method = self.method.scores_tasks or self.recipe.eval.tasks_every_steps is not None
         return self.command in ("eval", "check", "sample") or (self.trains and by_method)
-
-    @property
-    def held_out_is_read(self) -> bool:
-        """True if the rows that `data.held_out` keeps from training are told apart."""
-        return self.trains or self.command in ("eval", "sample")
 
     @property
     def reads_data(self) -> bool:

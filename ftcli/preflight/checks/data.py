@@ -222,7 +222,8 @@ def _meaning(context: Context, facts: ModelFacts, first: FirstRows) -> Findings:
     elif not first.path.startswith("eval.tasks.") and not _has_loss(first, loss_on):
         message = f"loss_on: {loss_on} does not apply to these rows of format {first.layout}"
         yield Finding("FT434", message, origin, "use loss_on: auto")
-    if context.asks_method and context.method.row_rules is not None and first.path.startswith("data.train"):
+    asks = context.work == "train" or context.command == "sample"
+    if asks and context.method.row_rules is not None and first.path.startswith("data.train"):
         yield from code_of(context.method.row_rules)(context, first)
     templated = facts.tokenizer is None or facts.tokenizer.has_chat_template
     if first.is_chat and not templated and context.recipe.data.chat_template is None:
