@@ -120,12 +120,15 @@ format: install
 bench: install
 ifeq ($(BENCH_DEVICE),cpu)
 bench: export TRITON_INTERPRET := 1
+BENCH_STEP := recipes/smoke.yaml --batch 2 --seq 64 --steps 2
+else
+BENCH_STEP := recipes/llama3.1-8b.yaml --batch 2 --seq 4096 --set train.gradient_checkpointing=false
 endif
 bench:
 	$(BIN)/python kernels/bench/ops.py --device $(BENCH_DEVICE)
 	$(BIN)/python kernels/bench/attention.py --device $(BENCH_DEVICE)
 	$(BIN)/python kernels/bench/products.py --device $(BENCH_DEVICE)
-	$(BIN)/python kernels/bench/step.py --device $(BENCH_DEVICE)
+	$(FTCLI) bench $(BENCH_STEP)
 
 docs: install
 	$(BIN)/python docs/tools/recipes_page.py

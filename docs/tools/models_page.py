@@ -50,34 +50,25 @@ RANK = (
 
 _HEAD = """# Supported models
 
-Is your model's architecture here? ftcli tries every causal language model that transformers builds, and refuses by name
-what it does not do with a family. These families are tested (`make test-families`), each as a small random model.
-Families that behave alike share a row, the most trained ones first.
+ftcli tries every causal language model that transformers builds, and refuses by name what it does not do with a family.
+These families are tested (`make test-families`), each as a small random model; those that behave alike share a row.
 
-- **Kernels**: `layers` are computed by ftcli's kernels on a CUDA GPU; `none` trains on transformers' own layers.
+- **Kernels**: `layers` are computed by ftcli's kernels on a CUDA GPU; `none` trains on transformers' own layers, in
+  about 1.5 times the time, and generates through transformers.
 - **LoRA** on all linear layers, **QLoRA** on an NF4 base, **full** fine-tuning, **export** of a merged model
   (as GGUF: [families](export.md#gguf)), and **packing** (`data.packing`) each say `yes`, or the [code](errors.md) of
-  what refuses it. FT443: a document would see the one before it, found by trial, on the kernels' code where there are
-  kernels. Off them (`model.kernels: off`, no GPU) Qwen3.5 and gpt-oss are refused, too.
-- `all-linear` includes every expert, in PEFT's layout; `lora.experts: false` leaves them out. NF4 and fp8 pack experts
-  too, while they load. Full fine-tuning trains experts and routers on the kernels too, and adds the routers' auxiliary
-  loss as transformers does: with config.json's `output_router_logits: true`, or `train.router_aux_loss_coef`, where the
-  family has one (not DeepSeek, GLM and Gemma-4; FT318 and FT355 say where it is not added). On a quantized base the
-  dense layers beside the experts of Qwen3-Next, GLM-4-MoE, GLM-4.7-Flash, DeepSeek and ERNIE-4.5 have no adapter; a run
-  says so.
-- Latent attention (GLM-4.7-Flash; Moonlight and Kanana-2, which are of `deepseek_v3`; DeepSeek-V2; Youtu) has an
-  adapter on every projection. Attention sees expanded heads of the keys' width; values that are wider stay on
-  transformers' layers.
+  what refuses it. FT443: a document would see the one before it. Off the kernels (`model.kernels: off`, no GPU) Qwen3.5
+  and gpt-oss are refused, too.
+- `all-linear` includes every expert, in PEFT's layout; `lora.experts: false` leaves them out. Full fine-tuning trains
+  experts and routers, and adds the routers' auxiliary loss as transformers does: with config.json's
+  `output_router_logits: true`, or `train.router_aux_loss_coef` (FT318 and FT355 say where it is not added). On a
+  quantized base the dense layers beside the experts of Qwen3-Next, GLM-4-MoE, GLM-4.7-Flash, DeepSeek and ERNIE-4.5
+  have no adapter; a run says so.
+- Latent attention: GLM-4.7-Flash, DeepSeek-V2, Youtu, Moonlight and Kanana-2 (`deepseek_v3`).
 - Multimodal checkpoints are trained on text; those of [vision.md](vision.md#models) on images, too. Their other parts
   are frozen, never quantized, and exported as they were.
-- Gemma-4 is E2B, E4B, 12B (`gemma4_unified`), 31B and 26B-A4B. Adapters on its layers include both linears of a layer's
-  own input; towers, whose linears PEFT refuses, are never meant. The table of such inputs (E2B, E4B) lies in host
-  memory under `lean`; `fsdp` shards it, and gathers it whole beside embedding and head. A router stays as it was, its
-  scales too.
-- The memory of families whose kernels are `none` is measured by running their layers without memory, which takes
-  seconds. They are sharded by `fsdp` too, generate through transformers, and take about 1.5 times as long on a GPU.
-  Those on the kernels generate on ftcli's [engine](generation.md), Qwen3.5 with a state a row beside keys and values,
-  latent attention with latents alone.
+- Gemma-4 is E2B, E4B, 12B (`gemma4_unified`), 31B and 26B-A4B. The table of layers' own inputs (E2B, E4B) lies in host
+  memory under `lean`; `fsdp` gathers it whole.
 
 gpt-oss is read as it is released, experts in MXFP4 ([quantization.md](quantization.md#nf4)), and so are
 [fp8 files](quantization.md#released-in-fp8) of any family. Also refused: other packed weights (FT316), other multimodal

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from common import GIB, Table, parser
 from ftkernels.sampling import GREEDY, Sampling, row_seed
-from timing import SHAPES, Shape, shape_of, start
+from timing import start
 
 from ftcli.assets import asset
 from ftcli.config.model import LoraConfig as AdapterConfig
@@ -47,77 +47,42 @@ from ftcli.plan.precision import DtypePlan
 CASES = ("merged", "unmerged", "base", "nf4", "nf4-unmerged", "fp8")
 
 
-#: Sizes of models with gated delta nets: hidden, inner, layers, query heads, value heads of the nets.
-EXPERTS, LATENT = ("qwen3-30b-a3b", "gpt-oss-20b"), "glm-4.7-flash"
-RECURRENT = {"qwen3.5-9b": (4096, 12288, 32, 16, 32), "qwen3.5-27b": (5120, 17408, 64, 24, 48)}
+#: Models by the folder of their bundled config.json.
+MODELS = {
+    "llama3.1-8b": "meta-llama--Llama-3.1-8B", "qwen3-30b-a3b": "Qwen--Qwen3-30B-A3B",
+    "gpt-oss-20b": "openai--gpt-oss-20b", "glm-4.7-flash": "zai-org--GLM-4.7-Flash",
+    "qwen3.5-9b": "Qwen--Qwen3.5-9B", "qwen3.5-27b": "Qwen--Qwen3.5-27B",
+}  # fmt: skip
+#: What is small on a CPU, of the keys that a config has.
+FEW = {
+    "vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_experts": 8, "num_local_experts": 8,
+    "num_experts_per_tok": 2, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 4,
+    "v_head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16, "pad_token_id": 0, "eos_token_id": 1,
+}  # fmt: skip
 
 
-def recurrent_config(name: str, *, tiny: bool) -> Any:
-    """Qwen3.5's config; heads and layers of any kind are few in a tiny one."""
+def config_of(name: str, *, tiny: bool) -> Any:
+    """The config of a model's text, as it ships with ftcli; of four layers in a tiny one."""
     from transformers import AutoConfig
 
-    hidden, inner, layers, heads, values = (64, 96, 4, 4, 4) if tiny else RECURRENT[name]
-    size, keys = (16, 2) if tiny else (256, 16)
-    return AutoConfig.for_model(
-        "qwen3_5_text", vocab_size=512 if tiny else 248320, hidden_size=hidden, intermediate_size=inner,
-        num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=2 if tiny else 4, head_dim=size,
-        linear_num_key_heads=keys, linear_num_value_heads=values, linear_key_head_dim=min(size, 128),
-        linear_value_head_dim=min(size, 128), max_position_embeddings=131072, tie_word_embeddings=False,
-    )  # fmt: skip
-
-
-def experts_config(name: str, *, tiny: bool) -> Any:
-    """Qwen3-30B-A3B's config, or gpt-oss-20b's."""
-    from transformers import AutoConfig
-
-    if name == "gpt-oss-20b":
-        hidden, layers, heads, experts, used = (64, 2, 4, 8, 2) if tiny else (2880, 24, 64, 32, 4)
-        return AutoConfig.for_model(
-            "gpt_oss", vocab_size=512 if tiny else 201088, hidden_size=hidden, intermediate_size=hidden,
-            num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=2 if tiny else 8,
-            head_dim=16 if tiny else 64, num_local_experts=experts, num_experts_per_tok=used,
-        )  # fmt: skip
-    hidden, width, layers, heads, experts, used = (64, 32, 2, 4, 8, 2) if tiny else (2048, 768, 48, 32, 128, 8)
-    return AutoConfig.for_model(
-        "qwen3_moe", vocab_size=512 if tiny else 151936, hidden_size=hidden, intermediate_size=3 * hidden,
-        moe_intermediate_size=width, num_hidden_layers=layers, num_attention_heads=heads,
-        num_key_value_heads=2 if tiny else 4, head_dim=16 if tiny else 128, num_experts=experts,
-        num_experts_per_tok=used, norm_topk_prob=True, max_position_embeddings=40960, tie_word_embeddings=False,
-    )  # fmt: skip
-
-
-def latent_config(*, tiny: bool) -> Any:
-    """GLM-4.7-Flash's config."""
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(asset("configs", "zai-org--GLM-4.7-Flash"))
-    few = {
-        "vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32,
-        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 24,
-        "kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 4, "v_head_dim": 16, "num_local_experts": 8,
-        "mlp_layer_types": ["dense", "sparse"], "pad_token_id": 0, "eos_token_id": 1,
-    }  # fmt: skip
-    for key, value in few.items() if tiny else ():
-        setattr(config, key, value)
+    whole = AutoConfig.from_pretrained(asset("configs", MODELS[name]))
+    config = getattr(whole, "text_config", whole)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config  # weights are drawn
+    if not tiny:
+        return config
+    for key, value in FEW.items():
+        if hasattr(config, key):
+            setattr(config, key, value)
+    for layers in ("layer_types", "mlp_layer_types"):
+        if getattr(config, layers, None):
+            setattr(config, layers, getattr(config, layers)[:4])
+    config.num_hidden_layers = 4
+    if hasattr(config, "kv_lora_rank"):
+        config.num_key_value_heads = config.num_attention_heads
     return config
-
-
-def llama_config(shape: Shape) -> Any:
-    """Llama's config of the shape."""
-    from transformers import LlamaConfig
-
-    return LlamaConfig(
-        vocab_size=shape.vocabulary,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.inner,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.q_heads,
-        num_key_value_heads=shape.k_heads,
-        head_dim=shape.head_dim,
-        max_position_embeddings=131072,
-        rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
-        tie_word_embeddings=False,
-    )
 
 
 def model_of(config: Any, case: str, device: torch.device, dtype: torch.dtype) -> Any:
@@ -241,7 +206,7 @@ def measure(model: Any, case: str, batch: int, options: argparse.Namespace, plan
 def main() -> None:
     """A row a case and batch."""
     arguments = parser(__doc__)
-    arguments.add_argument("--model", default="llama3.1-8b", choices=[*SHAPES, *RECURRENT, *EXPERTS, LATENT])
+    arguments.add_argument("--model", default="llama3.1-8b", choices=list(MODELS))
     arguments.add_argument("--cases", nargs="+", default=["merged"], choices=CASES)
     arguments.add_argument("--batches", type=int, nargs="+", default=[8, 32, 64])
     arguments.add_argument("--prompt", type=int, default=512)
@@ -250,13 +215,7 @@ def main() -> None:
     options = arguments.parse_args()
     device = start(options)
     on_gpu = device.type == "cuda"
-    recurrent = options.model in RECURRENT
-    if options.model == LATENT:
-        config = latent_config(tiny=not on_gpu)
-    elif options.model in EXPERTS:
-        config = experts_config(options.model, tiny=not on_gpu)
-    else:
-        config = recurrent_config(options.model, tiny=not on_gpu) if recurrent else llama_config(shape_of(options))
+    config = config_of(options.model, tiny=not on_gpu)
     if not on_gpu:
         options.prompt, options.new, options.batches = 16, 8, [2]
     compute = "bfloat16" if on_gpu else "float32"

@@ -3,11 +3,13 @@
     python kernels/bench/grpo_step.py --cases bf16 fp8 nf4
     python kernels/bench/grpo_step.py --cases long --steps 1        # samples 20,000 tokens a completion: minutes
     python kernels/bench/grpo_step.py --gpus 2                      # and the same with ranks, on half the micro-batches
+    python kernels/bench/grpo_step.py --gpus 2 --cases 32b          # Qwen3-32B's shape, its weights sharded
     python kernels/bench/grpo_step.py --device cpu                  # does it run at all
 
 Random weights of Llama-3.1-8B's shape, LoRA of rank 16 on all linear layers. ``bf16``, ``fp8`` and ``nf4`` are the
 storage of the base, each with 8 prompts x 8 completions of 512 + 512 tokens; ``long`` has one prompt, completions of
-20,000 tokens and a row in each micro-batch. The rows are those of the run's metrics.jsonl; the first step has
+20,000 tokens and a row in each micro-batch; ``32b-layered`` completions of 32, whose tokens gather the weights layer by
+layer. The rows are those of the run's metrics.jsonl; the first step has
 everything in it that is set up once.
 """
 
@@ -28,13 +30,14 @@ PARTS = ("rollout", "rewards", "log_probs", "training", "optimizer")
 
 @dataclass(frozen=True)
 class Case:
-    """A storage of the base and the shape of a step."""
+    """A storage of the base and the shape of a step; ``more`` settings of a case on shards."""
 
     storage: str
     prompts: int
     prompt: int
     completion: int
     micro_batch: int
+    more: tuple[str, ...] = ()
 
     @property
     def recipe(self) -> Path:
@@ -63,29 +66,41 @@ class Case:
             "eval.tasks=[]",
             f"grpo={{num_generations: {GROUP}, max_prompt_length: {self.prompt}, "
             f"max_completion_length: {self.completion}, rewards: [{rewards}]}}",
+            *self.more,
         )
 
 
 CASES = {
     **{storage: Case(storage, 8, 512, 512, 8) for storage in ("bf16", "fp8", "nf4")},
     "long": Case("bf16", 1, 480, 20_000, 1),
+    "32b": Case("bf16", 8, 512, 512, 8, ("launch.engine=fsdp",)),
+    "32b-layered": Case("bf16", 8, 512, 32, 8, ("launch.engine=fsdp", "train.memory_budget_gib=90")),
 }
+#: Qwen3-32B: what its config.json says of the shape.
+_32B = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 5120, "intermediate_size": 25600,
+    "num_hidden_layers": 64, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128, "hidden_act": "silu",
+    "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "vocab_size": 151936,
+    "tie_word_embeddings": False, "attention_bias": False, "attention_dropout": 0.0, "initializer_range": 0.02,
+    "sliding_window": None, "use_sliding_window": False, "dtype": "bfloat16",
+}  # fmt: skip
 TINY = Case("tiny", 2, 48, 24, 8)
 
 
-def measure(
-    name: str, case: Case, steps: int, gpus: int, more: list[str], table: Table, log: Path | None = None
-) -> None:
-    """Adds a row for each step of one run, whose messages go into ``log``."""
+def measure(name: str, case: Case, steps: int, gpus: int, more: list[str], table: Table) -> None:
+    """Adds a row for each step of one run."""
     with tempfile.TemporaryDirectory(prefix="ftcli-grpo-") as folder:
         scratch = Path(folder)
         prompts = scratch / "prompts.jsonl"
         prompts.write_text('{"prompt": "a"}\n')
+        if name.startswith("32b"):
+            (scratch / "config.json").write_text(json.dumps(_32B))
+            more = [*more, f"model.name_or_path={scratch}", "model.dtype=bfloat16"]
         given = (*case.settings(prompts, steps, gpus), *more)
         write_prompts(loaded(case.recipe, *given), prompts, case.prompts, equal=True)
         words = ["grpo", str(case.recipe), *settings(*given), "--offline", "--resume", "never"]
         words += ["--output-dir", str(scratch / "run"), *(["--gpus", str(gpus)] if gpus > 1 else [])]
-        answer = ftcli(words, log=log)
+        answer = ftcli(words)
         metrics = scratch / "run" / "metrics.jsonl"
         lines = [json.loads(text) for text in metrics.read_text().splitlines()] if metrics.exists() else []
     for line in (line for line in lines if "loss" in line):
@@ -111,7 +126,7 @@ def main() -> None:
     table = Table({**columns, **rates, "note": ""})
     more = [f"train.gradient_checkpointing={options.checkpointing}"]
     for name in options.cases if options.device == "cuda" else ("tiny",):
-        for gpus in dict.fromkeys((1, options.gpus)):
+        for gpus in dict.fromkeys((options.gpus if name.startswith("32b") else 1, options.gpus)):
             measure(name, CASES.get(name, TINY), options.steps, gpus, more, table)
             table.save(options.json)
 

@@ -3,6 +3,7 @@
     python kernels/bench/ops.py                                    # both models, 2 x 4096 tokens
     python kernels/bench/ops.py --models llama3.1-8b --only lora --compile --json out.json
     python kernels/bench/ops.py --models llama3.1-8b --only log_prob --batch 8 --seq 20000 --rounds 2
+    python kernels/bench/ops.py --models llama3.1-8b --only divergence --batch 8
     python kernels/bench/ops.py --models llama3.1-8b --only delta  # gated delta nets, of Qwen3.5-9B's heads
     python kernels/bench/ops.py --device cpu                       # does it run at all
 
@@ -18,6 +19,7 @@ import argparse
 import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +29,7 @@ from ftkernels.delta_net import NetSizes, NetWeights, delta_net, delta_net_refer
 from ftkernels.delta_rule import delta_rule
 from ftkernels.glu import glu
 from ftkernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
+from ftkernels.linear_divergence import LinearHead, linear_divergence
 from ftkernels.linear_log_prob import linear_log_prob, linear_log_prob_reference
 from ftkernels.lora_linear import lora_linear
 from ftkernels.lora_mlp import lora_mlp
@@ -40,7 +43,10 @@ from torch import Tensor
 
 @dataclass
 class Case:
-    """One operation: leaves that get gradients, contenders ``f(*leaves)``, and its work forward and backward."""
+    """One operation: leaves that get gradients, contenders ``f(*leaves)``, and its work forward and backward.
+
+    Contenders that go back themselves have no work left for ``backward``.
+    """
 
     name: str
     leaves: list[Tensor]
@@ -261,6 +267,25 @@ def log_prob_case(make: Maker, shape: Shape) -> Case:
     return Case("linear_log_prob", [x], contenders, moved, 2 * moved, flops, 2 * flops, compile_these=())
 
 
+def divergence_case(make: Maker, shape: Shape) -> Case:
+    """Distillation's divergences of two heads beside log-probabilities, forward and backward; heads are frozen."""
+    x, y = (make.new(shape.tokens, shape.hidden) for _ in range(2))
+    w, v = (make.new(shape.vocabulary, shape.hidden, scale=shape.hidden**-0.5) for _ in range(2))
+    labels = torch.randint(0, shape.vocabulary, (shape.tokens,), device=make.device)
+    rows, weights = torch.arange(shape.tokens, device=make.device), torch.full(labels.shape, 1.0, device=make.device)
+
+    def divergence(x: Tensor, beta: float) -> Any:
+        loss = linear_divergence(LinearHead(x, w), LinearHead(y, v), weights / len(weights), beta=beta).loss
+        return torch.autograd.grad(loss, x)
+
+    contenders: dict[str, Callable[..., Any]] = {
+        "log-probabilities": lambda x: torch.autograd.grad(linear_log_prob(x, w, labels, rows=rows)[0].sum(), x),
+        **{f"divergence, beta {beta}": partial(divergence, beta=beta) for beta in (1.0, 0.0, 0.5)},
+    }
+    moved, flops = 2 * (x.numel() + w.numel()) * x.element_size(), 2 * shape.tokens * shape.vocabulary * shape.hidden
+    return Case("linear_divergence", [x.requires_grad_()], contenders, moved, 0.0, 3 * flops, compile_these=())
+
+
 def _delta_sizes(shape: Shape) -> NetSizes:
     """Qwen3.5-9B's heads, whatever the model."""
     return NetSizes(16, 32, 128, 128) if shape.head_dim >= 64 else NetSizes(2, 4, 16, 16)
@@ -321,7 +346,7 @@ def delta_net_case(make: Maker, shape: Shape) -> Case:
 
 def all_cases(make: Maker, shape: Shape, rank: int, only: str) -> Iterator[Case]:
     """Every operation whose name contains ``only``; each case's tensors are freed before the next is made."""
-    plain = (norm_case, add_norm_case, rope_case, glu_case, cross_entropy_case, log_prob_case)
+    plain = (norm_case, add_norm_case, rope_case, glu_case, cross_entropy_case, log_prob_case, divergence_case)
     delta = (delta_rule_case, delta_net_case)
     lora = (lora_linear_case, lora_qkv_case, lora_mlp_case)
     for build in (*plain, *delta, *lora):
@@ -339,11 +364,11 @@ def time_case(case: Case, clock: Clock, roofline: Roofline, table: Table, model:
         "forward": (case.forward_bytes, case.forward_flops),
         "backward": (case.backward_bytes, case.backward_flops),
     }
-    functions = {
-        "forward": {name: _forward(f, case) for name, f in contenders.items()},
-        "backward": {name: _backward(f, case) for name, f in contenders.items()},
-    }
-    peaks = {name: peak_bytes(lambda f=f: _backward(f, case)()) for name, f in contenders.items()}
+    functions = {"forward": {name: _forward(f, case) for name, f in contenders.items()}}
+    if case.backward_bytes:
+        functions["backward"] = {name: _backward(f, case) for name, f in contenders.items()}
+    once = _backward if case.backward_bytes else _forward
+    peaks = {name: peak_bytes(lambda f=f: once(f, case)()) for name, f in contenders.items()}
     for direction, group in functions.items():
         moved, flops = work[direction]
         ideal = max(moved / roofline.copy_bytes, flops / roofline.matmul_flops) * 1e3

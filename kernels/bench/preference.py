@@ -20,20 +20,19 @@ import json
 import random
 import statistics
 import tempfile
+import time
 from importlib.util import find_spec
 from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
 from common import GIB, RECIPES, Table, ftcli, in_own_process, parser, require_device, settings
-from peers import build, trl_seconds
 from rows import UNTRAINED, letters
 
 #: Tokens of prompt and answer, on a GPU and for a look on a CPU.
 LENGTHS, TINY = (190, 330), (24, 40)
 SIGMA = 0.6
 CASES = ("bf16", "nf4", "fp8", "lognormal")
-_MODEL = "meta-llama/Llama-3.1-8B"
 
 
 def pairs(count: int, prompt: int, answer: int, *, lognormal: bool) -> list[dict[str, str]]:
@@ -106,18 +105,52 @@ def by_trl(case: str, options: argparse.Namespace) -> dict[str, Any]:
     """The row of TRL's DPOTrainer on transformers' model with PEFT's adapters."""
     import torch
     from datasets import Dataset
+    from transformers import TrainerCallback
     from trl import DPOConfig, DPOTrainer
 
-    lengths = LENGTHS if options.device == "cuda" else TINY
-    shape = {"model": _MODEL, "full": False, "pure_bf16": False, "rank": 16, "checkpointing": False}
+    from ftcli.config.model import ModelConfig
+    from ftcli.model.tokenizer import load_tokenizer
+
+    on_gpu, ends = options.device == "cuda", []
+    lengths = LENGTHS if on_gpu else TINY
     rows = Dataset.from_list(pairs(options.pairs * options.steps, *lengths, lognormal=case == "lognormal"))
-    seconds = trl_seconds(
-        DPOTrainer, DPOConfig, build(argparse.Namespace(device=options.device, **shape)), rows, options,
-        per_device_train_batch_size=options.pairs, max_steps=options.steps, bf16=options.device == "cuda",
-        gradient_checkpointing=False,
-    )  # fmt: skip
-    peak = torch.cuda.max_memory_allocated() / GIB if options.device == "cuda" else None
+
+    class Ends(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            if on_gpu:
+                torch.cuda.synchronize()
+            ends.append(time.perf_counter())
+
+    tokenizer = load_tokenizer(ModelConfig(name_or_path="bundled:tiny-gemma2", tokenizer="bytes"), offline=True)
+    with tempfile.TemporaryDirectory() as folder:
+        config = DPOConfig(
+            output_dir=folder, max_length=None, use_cpu=not on_gpu, bf16=on_gpu, optim="adamw_torch_fused",
+            per_device_train_batch_size=options.pairs, max_steps=options.steps, gradient_checkpointing=False,
+            save_strategy="no", report_to=[], logging_strategy="no", disable_tqdm=True,
+        )  # fmt: skip
+        made = {"args": config, "train_dataset": rows, "processing_class": tokenizer, "callbacks": [Ends()]}
+        DPOTrainer(adapted(options.device), **made).train()
+    seconds = [after - before for before, after in pairwise(ends)]
+    peak = torch.cuda.max_memory_allocated() / GIB if on_gpu else None
     return {**_rates(seconds[1:], case, options), "peak GiB": peak}
+
+
+def adapted(device: str) -> Any:
+    """transformers' model with random weights and PEFT's adapters on all linears; a small one on a CPU."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from ftcli.assets import asset
+
+    small = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = AutoConfig.for_model("llama", vocab_size=300, max_position_embeddings=128, **small)
+    if device == "cuda":
+        config = AutoConfig.from_pretrained(asset("configs", "meta-llama--Llama-3.1-8B"))
+    torch.manual_seed(0)
+    with torch.device(device):
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    return get_peft_model(model, LoraConfig(r=16, lora_alpha=16, target_modules="all-linear")).train()
 
 
 def main() -> None:

@@ -34,6 +34,7 @@ from ftkernels import (
     cross_entropy,
     gemm,
     glu,
+    grouped,
     int8_product,
     qkv_norm_rope,
     qkv_parts,
@@ -46,6 +47,7 @@ from ftkernels.bitlinear import quantize_int8_triton
 from ftkernels.delta_rule_backward import Kept, gradients, scan_back
 from ftkernels.delta_rule_forward import Chunks, DeltaInputs, DeltaTile, DeltaTiles, delta_tiles, prepare, scan
 from ftkernels.device import Tile
+from ftkernels.grouped import WeightTile
 from ftkernels.int8_product import ProductTile
 from ftkernels.linear_log_prob import linear_log_prob
 from ftkernels.ternary import ternarise
@@ -456,6 +458,26 @@ def log_prob(make: Maker, shape: Shape, rank: int) -> Case:
     return Case(2.0 * shape.tokens * shape.vocabulary * shape.hidden, launch, tiles)
 
 
+def expert_weight(experts: int, hidden: int, width: int, dtype: torch.dtype) -> Callable[[Maker, Shape, int], Case]:
+    """The gradient of a stack of gates and ups, of 8 experts a token."""
+
+    def case(make: Maker, shape: Shape, rank: int) -> Case:
+        cpu = make.device.type == "cpu"
+        count, used, size, inner = (8, 2, 64, 32) if cpu else (experts, 8, hidden, width)
+        routes = torch.rand(shape.tokens, count, device=make.device).topk(used, dim=-1).indices
+        groups = grouped.group_rows(routes, count, kernels=True)
+        left, x = make.new(shape.tokens * used, 2 * inner), make.new(shape.tokens, size)
+        ours = partial(grouped.grouped_weight, left, x, groups, right_rows=groups.token, dtype=dtype)
+        return Case(2.0 * left.numel() * size, lambda t: ours(tile=t), WEIGHT_TILES)
+
+    return case
+
+
+WEIGHT_TILES = [
+    WeightTile(128, 256, 64, 8, 3), WeightTile(128, 256, 64, 8, 4), WeightTile(128, 128, 64, 8, 4),
+    WeightTile(128, 128, 64, 4, 3), WeightTile(256, 128, 64, 8, 3), WeightTile(128, 128, 128, 8, 2),
+    WeightTile(128, 256, 32, 8, 4), WeightTile(64, 256, 64, 4, 3),
+]  # fmt: skip
 MANY = (
     ProductTile(128, 256, 128, 8, 3),
     ProductTile(128, 128, 128, 4, 3),
@@ -497,6 +519,11 @@ KERNELS: dict[str, Callable[[Maker, Shape, int], Case]] = {
     "int8_product_8_rows": int8(8, FEW),
     "int8_product_64_rows": int8(64, FEW),
     "log_prob": log_prob,
+    **{
+        f"grouped_weight_{name}_{dtype}": expert_weight(*sizes, getattr(torch, dtype))
+        for name, sizes in (("qwen3-30b-a3b", (128, 2048, 768)), ("olmoe", (64, 2048, 1024)))
+        for dtype in ("float32", "bfloat16")
+    },
 }
 
 

@@ -573,8 +573,8 @@ METHODS = (
         "ftcli/judges/environment.py",
         """        for calls in self._called:
             self._asked("call", calls)
-        return said""",
-        "        return said",
+""",
+        "",
         _U + "judges/test_environment.py",
     ),
     _m(

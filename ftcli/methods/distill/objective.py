@@ -17,6 +17,7 @@ from ftcli.data.tokens import TokenizedRow
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.job import Job
 from ftcli.labels import IGNORE_INDEX
+from ftcli.methods.distill.checks import no_column
 from ftcli.methods.distill.settings import DistillConfig
 from ftcli.methods.grpo.rollouts import Rollouts, SampledObjective, sampling
 from ftcli.methods.grpo.spans import OPTIMIZER, ROLLOUT, TRAINING, Spans
@@ -224,12 +225,6 @@ def teacher_texts(job: Job, column: str, asked: Sequence[RenderedPrompt]) -> lis
     for one in asked:
         prompt, more = one.prompt, one.prompt.row.fields.get(column)
         if more is None:
-            raise FtcliError.single(
-                "FT453",
-                f"distill.teacher_column names the column {column!r}, which this row does not have",
-                exit_code=ExitCode.DATA,
-                origin=prompt.row.origin,
-                help="add it to all rows, or name another one",
-            )
+            raise FtcliError([no_column(column, prompt.row.origin)], ExitCode.DATA)
         found.append(renderer.prompt(prompt.followed_by(str(more))))
     return found

@@ -13,6 +13,7 @@ from trl import GRPOTrainer
 
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.judges.environment import EnvironmentInstance, EnvironmentPool, ToolResult
+from ftcli.judges.process import FunctionSource, Worker
 from ftcli.judges.verdicts import FailedJudgement
 
 SOURCE = '''
@@ -26,6 +27,8 @@ class Counter:
 
     def reset(self, **row):
         self.count, self.row = row.get("start", 0), row
+        if row.get("note") == "fails":
+            raise KeyError("note")
         return row.get("note")
 
     def add(self, by: int) -> int:
@@ -92,6 +95,15 @@ def pool(folder: Path, source: str = SOURCE, seconds: float = 20.0, name: str = 
 @pytest.fixture(scope="module")
 def counters(tmp_path_factory: pytest.TempPathFactory) -> EnvironmentPool:
     return pool(tmp_path_factory.mktemp("environments"))
+
+
+def alone(folder: Path, source: str = SOURCE, seconds: float = 20.0, **row: Any) -> EnvironmentInstance:
+    """An instance that has begun, without a pool, which asks for its tools: that takes a second of imports."""
+    file = folder / "mine.py"
+    file.write_text(source, encoding="utf-8")
+    one = EnvironmentInstance(Worker(FunctionSource(file, "Counter")), seconds)
+    one.reset(row)
+    return one
 
 
 def begun(counters: EnvironmentPool, *rows: dict[str, Any]) -> list[EnvironmentInstance]:
@@ -184,7 +196,7 @@ def test_what_ends_the_process_does_not_end_the_rollout(counters: EnvironmentPoo
 
 
 def test_a_late_call_is_killed_and_the_rollout_goes_on(tmp_path: Path) -> None:
-    (one,) = begun(pool(tmp_path, seconds=1.5), {"start": 1})
+    one = alone(tmp_path, seconds=1.5, start=1)
     one.call([("add", {"by": 2})], None)
     (late,) = one.call([("sleep", {"seconds": 60})], None)
     assert late == ToolResult("sleep", str({"error": "no answer within 1.5 seconds"}), failed=True)
@@ -229,10 +241,9 @@ def test_what_is_no_environment_is_refused(source: str, said: str, tmp_path: Pat
     assert (error.value.findings[0].code, error.value.exit_code) == ("FT472", ExitCode.DATA)
 
 
-def test_a_reset_that_fails_names_its_row(tmp_path: Path) -> None:
-    source = SOURCE.replace('return row.get("note")', 'return row["note"]')
+def test_a_reset_that_fails_names_its_row(counters: EnvironmentPool) -> None:
     with pytest.raises(FtcliError, match=r"KeyError.*row 1") as error:
-        begun(pool(tmp_path, source), {"note": "a"}, {})
+        begun(counters, {"note": "a"}, {"note": "fails"})
     assert error.value.findings[0].code == "FT472"
 
 
@@ -250,7 +261,7 @@ def test_messages_of_another_form_are_not_taken(tmp_path: Path) -> None:
         "                pass\n"
         "        return 'x'",
     )
-    (one,) = begun(pool(tmp_path, forged), {"start": 1})
+    one = alone(tmp_path, forged, start=1)
     (said,) = one.call([("fail", {})], None)
     assert said.failed
     assert one.reward() == 1.0
