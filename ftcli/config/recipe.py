@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, Field
@@ -16,6 +15,7 @@ from ftcli.methods.distill.settings import DistillConfig
 from ftcli.methods.grpo.settings import GrpoConfig
 from ftcli.methods.preference.settings import PreferenceConfig
 from ftcli.methods.reward.settings import RewardModelConfig
+from ftcli.plain import JsonMap
 
 _M = TypeVar("_M", bound=BaseModel)
 
@@ -52,7 +52,7 @@ class Recipe(Section):
             value = None if value is None else getattr(value, name)
         return value
 
-    def changed(self, settings: Mapping[str, Any]) -> Recipe:
+    def changed(self, settings: JsonMap) -> Recipe:
         """The recipe with the values of dotted keys set. They are not validated."""
         recipe = self
         for key, value in settings.items():
