@@ -1,10 +1,14 @@
-"""Weights without memory are not drawn: filling them does nothing, and takes longer than making them."""
+"""Weights without memory: they are not drawn, since filling them does nothing and takes longer than making them; and
+who computes with one before it is read gets no answer.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
+import torch
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
 #: Where the functions are that fill tensors with initial values: torch's, and transformers' that call those.
@@ -26,3 +30,31 @@ class Undrawn(TorchFunctionMode):
             if tensor.is_meta:
                 return tensor
         return func(*args, **given)
+
+
+def fill_with_nan(model: nn.Module) -> None:
+    """Gives parameters on the device ``meta`` one NaN for all of their elements: whoever computes with one that was not
+    read in time gets no answer, and not a wrong one.
+    """
+    nothing = torch.full((), torch.nan)
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.is_meta:
+                module._parameters[name] = nn.Parameter(nothing.expand(parameter.shape), requires_grad=False)
+
+
+def model_class(config: Any) -> Any:
+    """transformers' auto class for the whole of a model; for a config of a sequence classifier, the one for that.
+
+    A model that also takes images has its language model's config inside its own. ``AutoModelForCausalLM`` would build
+    some of those without their other parts.
+    """
+    from transformers import (
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+        AutoModelForSequenceClassification,
+    )
+
+    if any(name.endswith("ForSequenceClassification") for name in config.architectures or ()):
+        return AutoModelForSequenceClassification
+    return AutoModelForCausalLM if config.get_text_config() is config else AutoModelForImageTextToText

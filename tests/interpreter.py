@@ -51,8 +51,13 @@ def quicken(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(semantic, "binary_op_type_checking_impl", operands.of_one_type)
     patch.setattr(semantic, "broadcast_impl_value", operands.of_one_shape)
     patch.setattr(semantic, "cast", operands.of_type)
+    patch.setattr(semantic, "load", operands.loaded(semantic.load))
     for name, how in (("add", (True, True)), ("sub", (True, False)), ("mul", ())):
         patch.setattr(semantic, name, operands.computed(name, how))
+    for name, operation in _COMPARISONS.items():
+        patch.setattr(semantic, name, operands.compared(name, operation))
+    for name in ("and_", "or_"):
+        patch.setattr(semantic, name, operands.of_bits(name))
 
 
 def _unless_patched(patch_all: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -91,6 +96,8 @@ def _interpreted(member: Any) -> Callable[..., Any]:
     semantic = interpreter.interpreter_semantic
     if member in _OF_TWO:
         return _of_two(*_OF_TWO[member])
+    if member in _OF_ONE:
+        return _OF_ONE[member](member)
     function = member
     while getattr(function, "__code__", None) is _BUILTIN:  # only asks whether _semantic is there
         function = function.__wrapped__
@@ -127,6 +134,40 @@ def _of_two(name: str, swapped: bool) -> Callable[..., Any]:
     return call
 
 
+def _converted(member: Any) -> Callable[..., Any]:
+    """``tensor.to``, where nothing but the type is given."""
+    semantic = interpreter.interpreter_semantic
+
+    def call(tensor: Any, dtype: Any, *more: Any, **how: Any) -> Any:
+        if more or how or type(tensor) is not tl.tensor or type(dtype) is not tl.dtype:
+            how["_semantic"] = semantic
+            return member(tensor, dtype, *more, **how)
+        return semantic.cast(tensor, dtype)
+
+    return call
+
+
+def _indexed(member: Any) -> Callable[..., Any]:
+    """``tensor[:, None]`` and the like: another shape of the same values, known once a shape."""
+    semantic = interpreter.interpreter_semantic
+    known: dict[Any, Any] = {}
+
+    def call(tensor: Any, slices: Any, _semantic: Any = None) -> Any:
+        plain = type(slices) is tuple and all(one is None or one == _ALL for one in slices)
+        if not plain or not tensor.type.is_block():
+            return member(tensor, slices, _semantic=semantic)
+        key = (id(tensor.shape), *(one is None for one in slices))
+        if key not in known:
+            known[key] = member(tensor, slices, _semantic=semantic).type
+        of = known[key].with_element_ty(tensor.dtype)
+        data = tensor.handle.data.reshape(of.shape.values)
+        return tl.tensor(interpreter.TensorHandle(data, tensor.handle.dtype.scalar), of)
+
+    return call
+
+
+_ALL = slice(None)
+_OF_ONE = {tl.tensor.to: _converted, tl.tensor.__getitem__: _indexed}
 _OF_TWO = {
     getattr(tl.tensor, f"__{side}{name}__"): (name, side == "r") for name in ("add", "sub", "mul") for side in ("", "r")
 }
@@ -280,6 +321,52 @@ class _Operands:
 
         return of_two
 
+    def compared(self, name: str, operation: Any) -> Callable[..., Any]:
+        """``less_than`` and the like: of plain types, one operation of NumPy for all."""
+        builder, plain = self.semantic.builder, getattr(self.semantic, name)
+
+        def of_two(lhs: Any, rhs: Any) -> Any:
+            lhs, rhs = self.of_one_type(lhs, rhs)
+            if lhs.dtype.name not in _PLAIN or rhs.dtype.name not in _PLAIN:
+                return plain(lhs, rhs)
+            of = lhs.type.with_element_ty(tl.int1) if lhs.type.is_block() else tl.int1
+            return tl.tensor(builder.binary_op(lhs.handle, rhs.handle, operation), of)
+
+        return of_two
+
+    def of_bits(self, name: str) -> Callable[..., Any]:
+        """``and_`` or ``or_`` of integers of one type."""
+        compute, plain = getattr(self.semantic.builder, f"create_{name.strip('_')}"), getattr(self.semantic, name)
+
+        def of_two(lhs: Any, rhs: Any) -> Any:
+            names = {one.dtype.name if type(one) is tl.tensor else None for one in (lhs, rhs)}
+            if len(names) > 1 or not names < _INTEGERS:
+                return plain(lhs, rhs)
+            lhs, rhs = self.of_one_shape(lhs, rhs)
+            return tl.tensor(compute(lhs.handle, rhs.handle), lhs.type)
+
+        return of_two
+
+    def loaded(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        """``load`` by a block of pointers to plain types, without what only a compiler is told."""
+        builder = self.semantic.builder
+
+        def load(ptr: Any, mask: Any, other: Any, *how: Any) -> Any:
+            kind = ptr.dtype
+            if (
+                mask is None or any(how) or type(kind) is not tl.pointer_type or not ptr.type.is_block()
+                or kind.element_ty.name not in _PLAIN or kind.element_ty.name == "int1"
+            ):  # fmt: skip
+                return plain(ptr, mask, other, *how)
+            ptr, mask = self.of_one_shape(ptr, mask)
+            if other is not None:
+                ptr, other = self.of_one_shape(ptr, self.of_type(other, kind.element_ty))
+            held = None if other is None else other.handle
+            loaded = builder.create_masked_load(ptr.handle, mask.handle, held, None, None, None)
+            return tl.tensor(loaded, ptr.type.with_element_ty(kind.element_ty))
+
+        return load
+
     def _filled(self, scalar: Any, block: Any) -> Any:
         if not block.is_block():
             return scalar
@@ -304,6 +391,10 @@ class _Operands:
         return (lhs, constant) if place else (constant, rhs)
 
 
+_COMPARISONS = {
+    "less_than": np.less, "less_equal": np.less_equal, "greater_than": np.greater, "greater_equal": np.greater_equal,
+    "equal": np.equal, "not_equal": np.not_equal,
+}  # fmt: skip
 _SIGNED = {"int1", "int8", "int16", "int32", "int64"}
 _INTEGERS = {*_SIGNED, "uint8", "uint16", "uint32", "uint64"}
 _PLAIN = {"fp32", "fp64", *_INTEGERS}

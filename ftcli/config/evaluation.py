@@ -179,7 +179,7 @@ class EvalConfig(Section):
 class GgufConfig(Section):
     """Files of the format `gguf`."""
 
-    types: Items[GgufType] = Field(
+    types: Annotated[Items[GgufType], Field(min_length=1)] = Field(
         default=("q8_0",), description="A file for each. K- and I-quants need llama.cpp's `llama-quantize` on the PATH."
     )
     imatrix: bool = Field(
@@ -200,7 +200,9 @@ class CalibrationConfig(Section):
 class ExportConfig(Section):
     """Settings of `ftcli export`."""
 
-    formats: Items[ExportFormat] = Field(default=("adapter", "safetensors"), description="Formats to write.")
+    formats: Annotated[Items[ExportFormat], Field(min_length=1)] = Field(
+        default=("adapter", "safetensors"), description="Formats to write."
+    )
     dtype: Dtype = Field(
         default="auto",
         description="Of `safetensors`: what all weights are rounded to; `auto` leaves each in the base's dtype.",

@@ -32,7 +32,8 @@ _RANGE = {
 }
 #: Larger numbers are no setting, so nobody is told to write one.
 _MOST_WRITTEN = 10**12
-_SHAPE = ("string_pattern_mismatch", "string_too_short", "string_too_long")
+_EMPTY = ("string_too_short", "too_short")
+_SHAPE = ("string_pattern_mismatch", *_EMPTY, "string_too_long")
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +163,7 @@ class _Writer:
             )
         code, help = self._judged(problem, node, value)
         if code == "FT208":
-            what = "must not be empty" if problem.kind == "string_too_short" else f"cannot be {shown}"
+            what = "must not be empty" if problem.kind in _EMPTY else f"cannot be {shown}"
             return Finding(code, f"{_dotted(path)} {what}", origin, help)
         return Finding(code, f"{_dotted(path)} must be {self._expected(problem, node)}, not {shown}", origin, help)
 
@@ -183,6 +184,8 @@ class _Writer:
             return "FT206", f"{bound} (the default is {default})" if known else bound
         if problem.kind == "finite_number":
             return "FT207", "NaN and infinity are never settings; write the number that you mean"
+        if problem.kind == "too_short":
+            return "FT208", "write at least one into it, or remove the line for the default"
         if problem.kind in _SHAPE:
             return "FT208", _shape_help(problem.path, self._schema.variants(node))
         if choices and isinstance(word, str):

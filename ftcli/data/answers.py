@@ -49,7 +49,6 @@ class AnswerTurn:
     """One assistant's turn that is trained.
 
     Attributes:
-        index: Its message, counted from 0.
         prompt: What generation is given: the history with the generation prompt.
         answer: What generation is to give, up to its stop token.
         text: The prompt, the answer, and what the template writes after it.

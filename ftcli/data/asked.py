@@ -57,6 +57,12 @@ class PromptLimit:
     cut_to: int | None = None
 
 
+def uncut(section: str, limit: int) -> PromptLimit:
+    """Prompts that are trained on are never cut: ``section.max_prompt_length`` is the recipe's limit."""
+    help = f"raise {section}.max_prompt_length, choose data.overlong: drop, or remove the row"
+    return PromptLimit(limit, "FT781", f"more than {section}.max_prompt_length {limit}", help)
+
+
 def room_of_task(data: DataConfig, generate: GenerateConfig) -> PromptLimit:
     """A prompt of a task and at least one token of its answer fit ``data.max_seq_len``; where the window slides, the
     prompt does.
@@ -87,9 +93,8 @@ def asked_rows(
     What ``data.max_bad_rows``, ``data.overlong`` and ``data.reasoning`` say of rows to train on holds for these, too.
     Where ``budget`` is spent, what is left is not read. ``vision``: as :class:`ftcli.data.encode.Encoder`.
 
-    Raises:
-        FtcliError: exit 4, with what is wrong with all rows of all sources: FT401 to FT407 for files and rows, FT411 to
-            FT414 for layouts, FT421 to FT427 for templates, and the code of ``room`` for prompts that are too long.
+    Raises FtcliError: exit 4, with what is wrong with all rows of all sources: FT401 to FT407 for files and rows, FT411
+    to FT414 for layouts, FT421 to FT427 for templates, and the code of ``room`` for prompts that are too long.
     """
     reader = _Reader(data, tokenizer, room, offline, budget, vision)
     asked: list[RenderedPrompt] = []

@@ -12,7 +12,6 @@ import tempfile
 import weakref
 from collections.abc import Callable, Collection
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,31 +31,18 @@ if TYPE_CHECKING:
 FORMAT = 6
 
 
-@dataclass(frozen=True, slots=True)
-class FileIdentity:
-    """Identity of one file of a source. Of a Hub dataset: the commit in place of the hash, ``bytes`` 1 where it was
-    read from this machine's copy.
-    """
-
-    name: str
-    bytes: int
-    sha256: str
-
-
-def contents_of(source: DatasetConfig, *, offline: bool = False) -> list[FileIdentity] | None:
-    """The content of the source now; None for a Hub dataset whose commit nobody can say.
+def contents_of(source: DatasetConfig, *, offline: bool) -> list[tuple[str, str]] | None:
+    """Name and SHA-256 of each file of the source now; of a Hub dataset its commit, None where nobody can say that.
 
     Raises FtcliError FT401, FT402, FT407 as :func:`files_of`, OSError for an unreadable file.
     """
     if is_hub(source):
         commit = hub_commit(source, offline=offline)
-        # What was read of this machine's copy is never taken for what the Hub has.
-        return None if commit is None else [FileIdentity(source.path, int(offline), commit)]
+        return None if commit is None else [(source.path, commit)]
     found = []
     for file in files_of(source):
         with file.path.open("rb") as stream:
-            digest = hashlib.file_digest(stream, "sha256").hexdigest()
-            found.append(FileIdentity(file.name, stream.tell(), digest))
+            found.append((file.name, hashlib.file_digest(stream, "sha256").hexdigest()))
     return found
 
 
@@ -71,7 +57,7 @@ def tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> str:
 
 def key_of(
     source: DatasetConfig,
-    contents: list[FileIdentity],
+    contents: list[tuple[str, str]],
     data: DataConfig,
     template: str | None,
     tokenizer: str,
@@ -89,7 +75,7 @@ def key_of(
     if source.part is not None:
         chosen["part"] = plain_fields(source.part)
     settings = data.model_dump(mode="json", include=names)
-    parts: list[Any] = [FORMAT, [[c.name, c.sha256] for c in contents], chosen, settings, template, tokenizer]
+    parts: list[Any] = [FORMAT, contents, chosen, settings, template, tokenizer]
     if vision is not None:
         folders = [] if is_hub(source) else sorted({str(file.path.parent.absolute()) for file in files_of(source)})
         parts += [vision.identity, folders]

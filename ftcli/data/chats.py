@@ -67,12 +67,10 @@ class Chats:
         """The rows of one conversation, and how many of the turns to be trained are in none of them.
 
         Args:
-            trained: The assistant's turns that bear loss, in order.
             partly: Character ranges of such turns' contents that bear none.
 
-        Raises:
-            FtcliError: FT421, FT422, FT425 to FT427 as :meth:`Renderer.text`, FT423 when an answer cannot be told from
-                what is before it, FT428 when a range cannot be found in the text.
+        Raises FtcliError FT421, FT422, FT425 to FT427 as :meth:`Renderer.text`, FT423 when an answer cannot be told
+        from what is before it, FT428 when a range cannot be found in the text.
         """
         chat = self._renderer.prepared(messages, row)
         whole = self._renderer.render(chat, row, tools=tools)
@@ -262,9 +260,7 @@ def placed(
     """The place of each trained answer in ``text``; None if one is not there as generation would make it.
 
     Args:
-        trained: The answers' messages, in order.
         last: The last one, after all of the conversation before it.
-        text: Of the whole conversation.
 
     Raises FtcliError as ``look`` does.
     """

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypedDict
 
 import numpy as np
 import torch
@@ -25,35 +24,23 @@ from ftcli.labels import IGNORE_INDEX
 from ftcli.plan.batches import Batches, unpadded_shape
 
 
-class Unpadded(TypedDict):
-    """A row's tokens and labels, of one length, as they come to a batch."""
-
-    input_ids: list[int]
-    labels: list[int]
-
-
-@dataclass(frozen=True, slots=True)
-class PaddingCollator:
-    """Makes ``input_ids``, ``attention_mask`` and ``labels`` of shape (batch, longest), int64, padded on the right.
+def padded_batch(rows: Sequence[TokenizedRow], pad_token_id: int) -> dict[str, Tensor]:
+    """``input_ids``, ``attention_mask`` and ``labels`` of shape (batch, longest), int64, padded on the right.
 
     Rows keep an attention mask of their own, so the pad token's id never matters and may equal eos.
     """
-
-    pad_token_id: int
-
-    def __call__(self, rows: Sequence[Unpadded]) -> dict[str, Tensor]:
-        longest = max(len(row["input_ids"]) for row in rows)
-        batch = {
-            "input_ids": torch.full((len(rows), longest), self.pad_token_id, dtype=torch.int64),
-            "attention_mask": torch.zeros((len(rows), longest), dtype=torch.int64),
-            "labels": torch.full((len(rows), longest), IGNORE_INDEX, dtype=torch.int64),
-        }
-        for index, row in enumerate(rows):
-            length = len(row["input_ids"])
-            batch["input_ids"][index, :length] = torch.tensor(row["input_ids"], dtype=torch.int64)
-            batch["attention_mask"][index, :length] = 1
-            batch["labels"][index, :length] = torch.tensor(row["labels"], dtype=torch.int64)
-        return batch
+    longest = max(len(row.input_ids) for row in rows)
+    batch = {
+        "input_ids": torch.full((len(rows), longest), pad_token_id, dtype=torch.int64),
+        "attention_mask": torch.zeros((len(rows), longest), dtype=torch.int64),
+        "labels": torch.full((len(rows), longest), IGNORE_INDEX, dtype=torch.int64),
+    }
+    for index, row in enumerate(rows):
+        length = len(row.input_ids)
+        batch["input_ids"][index, :length] = torch.tensor(row.input_ids, dtype=torch.int64)
+        batch["attention_mask"][index, :length] = 1
+        batch["labels"][index, :length] = torch.tensor(row.labels, dtype=torch.int64)
+    return batch
 
 
 def packed_batch(
@@ -123,8 +110,7 @@ def documents_batch(documents: Sequence[TokenizedRow], batches: Batches, pad_tok
     if batches.layout == "unpadded":
         batch, left_out = unpadded_batch(documents, pad_token_id), "lengths"
     else:
-        rows: list[Unpadded] = [{"input_ids": one.input_ids, "labels": one.labels} for one in documents]
-        batch, left_out = PaddingCollator(pad_token_id)(rows), "attention_mask"
+        batch, left_out = padded_batch(documents, pad_token_id), "attention_mask"
     return {name: value for name, value in batch.items() if name != left_out}
 
 
@@ -144,8 +130,7 @@ class EpochCollator:
             return with_images(unpadded_batch(documents, self.pad_token_id), [documents], self.pixels)
         if self.epochs.packs is not None:
             return with_images(packed_batch(members, self.pad_token_id), members, self.pixels)
-        rows: list[Unpadded] = [{"input_ids": tokens.input_ids, "labels": tokens.labels} for (tokens,) in members]
-        return with_images(PaddingCollator(self.pad_token_id)(rows), members, self.pixels)
+        return with_images(padded_batch([row for (row,) in members], self.pad_token_id), members, self.pixels)
 
 
 #: Where a batch holds the places of what the tower saw, counted through all its rows; positions of three numbers; and

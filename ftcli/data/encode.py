@@ -35,11 +35,6 @@ _TOGETHER = 16
 _FEW_TURNS = 40
 
 
-def resolve_loss_on(requested: str, layout: str) -> str:
-    """``data.loss_on`` with `auto` resolved: "assistant", "completion" or "all"."""
-    return layouts.row(layout).loss_on[0] if requested == "auto" else requested
-
-
 def training_renderer(tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> Renderer:
     """The recipe's renderer of training rows: with the training form of its template under ``history: template``.
 
@@ -56,19 +51,15 @@ def training_renderer(tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> R
 class EncodedRows:
     """A few encoded rows. ``lengths`` are of all rows that could be tokenized, before any cut.
 
-    ``findings`` are rows that are broken; ``overlong`` those that are refused under ``overlong: error``;
-    ``dropped_tokens`` belonged to rows that were dropped. ``counts`` are those of
-    :class:`ftcli.data.ledger.DatasetLedger`.
+    ``findings`` are rows that are broken; ``overlong`` those that are refused under ``overlong: error``. ``totals``
+    and ``counts`` are those of :class:`ftcli.data.ledger.DatasetLedger`.
     """
 
     encoded: EncodedArrays
     lengths: tuple[int, ...]
     findings: tuple[Finding, ...] = ()
     overlong: tuple[Finding, ...] = ()
-    dropped_rows: int = 0
-    dropped_tokens: int = 0
-    truncated_rows: int = 0
-    cut_tokens: int = 0
+    totals: Mapping[str, int] = field(default_factory=dict)
     counts: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -139,7 +130,7 @@ class Encoder:
         self.layout = layout
         self.unit = layouts.row(layout).unit
         self._compares = not layouts.row(layout).imitated
-        self.loss_on = resolve_loss_on(data.loss_on, layout)
+        self.loss_on: str = layouts.row(layout).loss_on[0] if data.loss_on == "auto" else data.loss_on
         self._ends = stops_of(tokenizer, stops)
         self._history = data.history
         self._boundary = BoundaryTokenizer(tokenizer, split=data.history != "last")
@@ -162,10 +153,12 @@ class Encoder:
             lengths=tuple(one.length for one in fitted),
             findings=tuple(read.findings),
             overlong=(*read.overlong, *(one.overlong for one in fitted if one.overlong is not None)),
-            dropped_rows=len(dropped),
-            dropped_tokens=sum(one.length for one in dropped),
-            truncated_rows=sum(count > 0 for count in cut),
-            cut_tokens=sum(cut),
+            totals={
+                "dropped_rows": len(dropped),
+                "dropped_tokens": sum(one.length for one in dropped),
+                "truncated_rows": sum(count > 0 for count in cut),
+                "cut_tokens": sum(cut),
+            },
             counts=read.counts,
         )
 

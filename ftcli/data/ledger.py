@@ -10,7 +10,6 @@ from itertools import accumulate
 
 from ftcli.config.recipe import Recipe
 from ftcli.errors import ExitCode, Finding, FtcliError
-from ftcli.plain import JsonMap
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +62,6 @@ class DatasetLedger:
     def all_tokens(self) -> int:
         """Tokens of all rows that could be tokenized."""
         return self.tokens + self.cut_tokens + self.dropped_tokens
-
-
-def ledger_of(values: JsonMap) -> DatasetLedger:
-    """The ledger whose fields these are, as a cache keeps them."""
-    return DatasetLedger(**values)
 
 
 def quantiles(lengths: Counter[int]) -> dict[str, int]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ftcli.errors import ExitCode, FtcliError, Origin
 from ftcli.paths import expanded
@@ -24,37 +24,8 @@ _FORMS = (
 )
 
 
-class Lengths(Protocol):
-    """Source of lengths."""
-
-    def sample(self, count: int, longest: int, seed: int) -> list[int]:
-        """``count`` lengths in tokens, from 2 to ``longest``: longer ones are cut. A pure function of its arguments."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Lognormal:
-    """Lengths whose logarithm is normally distributed; ``mean`` is that of the lengths before any cut, in tokens."""
-
-    mean: float
-    sigma: float
-
-    def sample(self, count: int, longest: int, seed: int) -> list[int]:
-        """See :class:`Lengths`."""
-        drawn = np.random.default_rng(seed).lognormal(math.log(self.mean) - self.sigma**2 / 2, self.sigma, count)
-        return [int(length) for length in np.clip(np.rint(drawn), SHORTEST, longest)]
-
-
-@dataclass(frozen=True, slots=True)
-class MeasuredLengths:
-    """Lengths that somebody measured; drawn from, each as often as any other."""
-
-    lengths: tuple[int, ...]
-
-    def sample(self, count: int, longest: int, seed: int) -> list[int]:
-        """See :class:`Lengths`."""
-        drawn = np.random.default_rng(seed).choice(np.asarray(self.lengths, dtype=np.int64), count)
-        return [int(length) for length in np.clip(drawn, SHORTEST, longest)]
+#: Makes so many lengths in tokens, from 2 to the longest (longer ones are cut), of a seed: a function of these alone.
+Lengths = Callable[[int, int, int], list[int]]
 
 
 def lengths_of(text: str) -> Lengths:
@@ -63,18 +34,25 @@ def lengths_of(text: str) -> Lengths:
     Raises FtcliError FT157 (exit 2) for everything else, naming the place in a file.
     """
     if text.startswith(_LOGNORMAL):
-        return _lognormal(text)
-    return MeasuredLengths(tuple(_read(text)))
+        mean, sigma = _lognormal(text)
+        around = math.log(mean) - sigma**2 / 2  # the mean is that of the lengths before any cut
+        return lambda count, longest, seed: _cut(np.random.default_rng(seed).lognormal(around, sigma, count), longest)
+    measured = np.asarray(_read(text), dtype=np.int64)
+    return lambda count, longest, seed: _cut(np.random.default_rng(seed).choice(measured, count), longest)
 
 
-def _lognormal(text: str) -> Lognormal:
+def _cut(drawn: NDArray[Any], longest: int) -> list[int]:
+    return [int(length) for length in np.clip(np.rint(drawn), SHORTEST, longest)]
+
+
+def _lognormal(text: str) -> tuple[float, float]:
     try:
         mean, sigma = (float(part) for part in text.removeprefix(_LOGNORMAL).split(","))
     except ValueError:
         raise _refused(f"{text!r} does not name a mean and a sigma") from None
     if not (SHORTEST <= mean <= _LONGEST and 0.0 <= sigma <= 4.0):  # NaN fails, too
         raise _refused(f"{text!r}: the mean is at least {SHORTEST} tokens, sigma from 0 to 4")
-    return Lognormal(mean, sigma)
+    return mean, sigma
 
 
 def _read(text: str) -> Sequence[int]:

@@ -155,7 +155,6 @@ def epochs_of(
     Args:
         weights: One for each source, or None to see every row once.
         repeats: How often an epoch shows the rows of each source, in place of weights.
-        capacity: Longest sequence, in tokens.
         grouped: Rows of a batch, which are to be of similar length; 1 leaves them in random order.
     """
     sizes = [b - a for a, b in zip(table.starts[:-1], table.starts[1:], strict=True)]

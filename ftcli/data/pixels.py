@@ -10,7 +10,6 @@ import io
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ftcli.data.tokens import RowImage, TokenizedRow
+from ftcli.data.tokens import RowImage, TokenizedRow, content_of
 from ftcli.data.vision import Pixels, Vision
 from ftcli.facts.device import usable_cores
 from ftcli.rows.pictures import pixels_of
@@ -89,7 +88,7 @@ class PixelReader:
 def small(image: RowImage) -> str:
     """The image as a data URL for a page, no side longer than :data:`SMALL`; empty where it cannot be read."""
     try:
-        found = pixels_of(Path(image.path) if image.path is not None else image.content or b"", "the image")
+        found = pixels_of(content_of(image))
     except (Misfit, OSError):
         return ""
     found.thumbnail((SMALL, SMALL))

@@ -15,19 +15,18 @@ import traceback
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
-from ftcli.config.data import DataConfig, DatasetConfig, Part
+from ftcli.config.data import DataConfig, DatasetConfig
 from ftcli.data.cache import TokenCache, contents_of, key_of, tokenizer_identity
 from ftcli.data.encode import TEXT_ALONE, EncodedRows, Encoder, training_renderer
 from ftcli.data.ledger import (
     DatasetLedger,
     chat_findings,
-    ledger_of,
     quantiles,
     rendered_apart,
     skipped_finding,
@@ -92,10 +91,9 @@ def prepare(
         cache_dir: Where tokenized sources are kept; None keeps them for this process only.
         vision: As :class:`ftcli.data.encode.Encoder`.
 
-    Raises:
-        FtcliError: exit 4, with what is wrong with all rows of all sources: FT401 to FT407 for files and rows, FT411,
-            FT412 for layouts, FT421 to FT428 for templates, FT431 rows longer than max_seq_len under ``overlong:
-            error``, FT432 rows without a supervised token, FT433 turns without a stop token, FT434 to FT436.
+    Raises FtcliError: exit 4, with what is wrong with all rows of all sources: FT401 to FT407 for files and rows,
+    FT411, FT412 for layouts, FT421 to FT428 for templates, FT431 rows longer than max_seq_len under ``overlong:
+    error``, FT432 rows without a supervised token, FT433 turns without a stop token, FT434 to FT436.
     """
     job = SourceReader(data, tokenizer, tuple(stops), offline, reporter or SilentReporter(), vision=vision)
     cache = TokenCache(cache_dir, job.reporter.warn)
@@ -124,7 +122,7 @@ def raise_together(failures: Sequence[FtcliError]) -> None:
 
 def accounts(stores: Sequence[tuple[str, TokenStore]], data: DataConfig) -> tuple[list[DatasetLedger], list[Finding]]:
     """The ledger of each source, by its name, and what is to be told of them."""
-    ledgers = [ledger_of({**store.facts["ledger"], "name": name}) for name, store in stores]
+    ledgers = [DatasetLedger(**{**store.facts["ledger"], "name": name}) for name, store in stores]
     findings = [
         skipped_finding(
             ledger.name, ledger.rows, ledger.bad_codes, [_finding(values) for values in store.facts["skipped"]]
@@ -174,10 +172,7 @@ class _Counts:
             kept_rows=len(batch.encoded.index),
             tokens=len(ids),
             supervised_tokens=int((spans[:, 1] - spans[:, 0]).sum()),
-            dropped_rows=batch.dropped_rows,
-            dropped_tokens=batch.dropped_tokens,
-            truncated_rows=batch.truncated_rows,
-            cut_tokens=batch.cut_tokens,
+            **batch.totals,
         )
 
     def ledger(self, name: str, layout: str) -> DatasetLedger:
@@ -274,7 +269,7 @@ class SourceReader:
             unread = UnreadColumns(source, layout)
             encoder = Encoder(self._tokenizer, self._stops, self._data, layout, self._vision)
             few = CHUNK_ROWS if self._budget is None else _FEW_ROWS
-            for batch in encode_all(encoder, _seen(_chain(first, rows), unread), self._processes(source), few):
+            for batch in encode_all(encoder, _seen(chain([first], rows), unread), self._processes(source), few):
                 counts.add(batch)
                 writer.append(batch.encoded)
                 if self._budget is not None and self._budget.spent():
@@ -309,8 +304,9 @@ class SourceReader:
         with contextlib.suppress(FtcliError, OSError):
             files = files_of(source)
             if all(file.kind in (".jsonl", ".json", ".csv", ".tsv") and not file.compressed for file in files):
-                read = counts.bytes if source.part is None else counts.bytes / _of_source(source.part)
-                return min(1.0, read / max(1, sum(file.path.stat().st_size for file in files)))
+                part = source.part  # of the source, about so much
+                share = 1.0 if part is None else part.share if part.held_out else 1 - part.share
+                return min(1.0, counts.bytes / share / max(1, sum(file.path.stat().st_size for file in files)))
         return None
 
     def _raise_bad(self, source: DatasetConfig, counts: _Counts, *, whole: bool = True) -> None:
@@ -337,11 +333,6 @@ class SourceReader:
                 self.reporter.info(f"data.num_proc: {usable_cores()} processes, one for each processor that there is")
             return min(self._data.num_proc, usable_cores())
         return usable_cores() if _bytes(source) >= LARGE_BYTES and source.max_rows is None else 1
-
-
-def _of_source(part: Part) -> float:
-    """About how much of a source one of its parts is."""
-    return part.share if part.held_out else 1 - part.share
 
 
 def allowed_of(allowed: float, rows: int, *, whole: bool) -> float:
@@ -375,11 +366,6 @@ def _seen(rows: Iterator[Row], unread: UnreadColumns) -> Iterator[Row]:
         yield row
 
 
-def _chain(first: Row, rest: Iterator[Row]) -> Iterator[Row]:
-    yield first
-    yield from rest
-
-
 #: Rows that are sent to a worker at a time.
 CHUNK_ROWS = 256
 #: A chunk of less rows is sent as soon as it holds so much text: its tokens take many times that memory.
@@ -388,16 +374,8 @@ CHUNK_CHARACTERS = 4 * 2**20
 _OF_PARENT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-class Encodes(Protocol):
-    """The work of a worker, sent to it once."""
-
-    def batch(self, rows: Sequence[Row]) -> EncodedRows:
-        """Tokenizes a few rows."""
-        ...
-
-
 def encode_all(
-    encoder: Encodes, rows: Iterable[Row], processes: int, chunk_rows: int = CHUNK_ROWS
+    encoder: Encoder, rows: Iterable[Row], processes: int, chunk_rows: int = CHUNK_ROWS
 ) -> Iterator[EncodedRows]:
     """A batch for each ``chunk_rows`` rows, in order; less rows where they are long.
 
@@ -441,20 +419,17 @@ def _chunks(rows: Iterable[Row], most: int) -> Iterator[list[Row]]:
 
 
 class _Worker:
-    def __init__(self, encoder: Encodes) -> None:
+    def __init__(self, encoder: Encoder) -> None:
         # A fresh interpreter: forking one that holds threads (torch, tokenizers) can deadlock.
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         self._process: SpawnProcess = context.Process(target=_work, args=(theirs,), daemon=True)
         start_deaf(self._process, _OF_PARENT)
         theirs.close()
-        self._send(encoder)  # not with the start, which would wait until it has imported what an encoder needs
+        self.give(encoder)  # not with the start, which would wait until it has imported what an encoder needs
 
-    def give(self, chunk: list[Row]) -> None:
-        """Hands over a chunk."""
-        self._send(chunk)
-
-    def _send(self, content: Encodes | list[Row]) -> None:
+    def give(self, content: Encoder | list[Row]) -> None:
+        """Hands over the encoder, or a chunk."""
         try:
             self._pipe.send(content)
         except OSError as error:
@@ -488,7 +463,7 @@ class _Worker:
 def _work(pipe: Connection) -> None:
     ignore(_OF_PARENT)
     try:
-        encoder: Encodes = pipe.recv()
+        encoder: Encoder = pipe.recv()
     except (EOFError, OSError):
         return
     while True:

@@ -5,7 +5,7 @@ And the first of them token by token.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -25,7 +25,7 @@ from ftcli.labels import IGNORE_INDEX
 from ftcli.plain import LEFT_OUT, JsonObject, plain_fields
 from ftcli.reporting import Reporter
 from ftcli.rows.layouts import layout_of, understand
-from ftcli.rows.places import is_hub
+from ftcli.rows.places import is_hub, local_sources
 from ftcli.rows.prompts import prompts_of
 from ftcli.rows.reading import iterate, no_rows
 from ftcli.rows.row import Row, raise_findings
@@ -173,8 +173,6 @@ class RowSurvey:
     """Looks at sources of one recipe, all within one ``budget``; what is tokenized whole is kept in the cache.
 
     Attributes:
-        found: What was looked at so far.
-        findings: Warnings and notes.
         failures: What is wrong with rows: what :func:`ftcli.data.prepare.prepare` would raise.
     """
 
@@ -252,6 +250,17 @@ class RowSurvey:
             else:
                 self.findings += warnings
                 self.found.append(SurveyedSource(key, source.path, len(asked), whole=not self._budget.stopped))
+
+    def training_prompts(
+        self, sources: Sequence[DatasetConfig], room: PromptLimit, require: Callable[[int], None]
+    ) -> None:
+        """The prompts of ``data.train`` that lie on this machine; ``require`` raises where all of them are too few."""
+        self.prompts("data.train", local_sources(sources), room)
+        if len(self.found) == len(sources) and all(one.whole for one in self.found):
+            try:
+                require(sum(one.rows for one in self.found))
+            except FtcliError as error:
+                self.failures.append(error)
 
     def raise_failures(self) -> None:
         """Raises FtcliError with all that is wrong, where anything is."""

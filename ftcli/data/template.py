@@ -12,7 +12,7 @@ import json
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from datetime import datetime
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from jinja2.exceptions import TemplateError
 
@@ -51,8 +51,7 @@ class Renderer:
         reasoning: What becomes of an assistant's reasoning: ``data.reasoning``.
         switches: Values of the template's own switches: ``data.chat_template_kwargs``.
 
-    Raises:
-        FtcliError: FT424 when ``template`` cannot be read.
+    Raises FtcliError FT424 when ``template`` cannot be read.
     """
 
     def __init__(
@@ -427,7 +426,11 @@ def stopped(row: Row, error: Exception) -> FtcliError:
 def unknown_role(row: Row, role: str, error: Exception) -> FtcliError:
     """FT425: the template refuses the row, and renders no message of ``role``."""
     message = f"the chat template has no role {role!r}: {first_line(error)}"
-    return data_error("FT425", message, row.origin, _role_help(role))
+    help = "use a template that has it (data.chat_template), or rename the role in the data"
+    if role == "system":
+        help = "move that text into the first user message; for Gemma, data.chat_template: gemma-system does so, "
+        help += "in training, evaluation and export alike"
+    return data_error("FT425", message, row.origin, help)
 
 
 def refused(row: Row, error: Exception) -> FtcliError:
@@ -460,29 +463,10 @@ def _said(error: Exception) -> str:
     return said if isinstance(error, TemplateError) else f"{type(error).__name__}: {said}"
 
 
-def _role_help(role: str) -> str:
-    if role == "system":
-        return (
-            "move that text into the first user message; for Gemma, data.chat_template: gemma-system does so, "
-            "in training, evaluation and export alike"
-        )
-    return "use a template that has it (data.chat_template), or rename the role in the data"
-
-
-class FormOf(Protocol):
-    """The code of one collection."""
-
-    def __call__(self, tokenizer: PreTrainedTokenizerBase, template: str) -> str | None: ...
-
-
 def training_form(tokenizer: PreTrainedTokenizerBase, template: str) -> str | None:
     """The training form of ``template``, from the first collection that knows it; None when none does."""
-    for row in training_forms.rows():
-        code: FormOf = code_of(row.code)
-        found = code(tokenizer, template)
-        if found is not None:
-            return found
-    return None
+    found = (code_of(row.code)(tokenizer, template) for row in training_forms.rows())
+    return next((form for form in found if form is not None), None)
 
 
 def of_trl(tokenizer: PreTrainedTokenizerBase, template: str) -> str | None:

@@ -37,7 +37,6 @@ class RowImage:
         path, content: Where the file lies, or what the row held.
         width, height: As it is shown, in pixels.
         grid: Rows and columns of the tokens that stand for it.
-        bytes: Of the file.
         done: What is done with it when it is read (:class:`ftcli.rows.pictures.Picture`).
     """
 
@@ -56,13 +55,17 @@ class RowImage:
         return hashlib.sha256(held).hexdigest()[:16]
 
 
+def content_of(image: RowImage) -> Path | bytes:
+    """The file of an image, or what the row held of it."""
+    return Path(image.path) if image.path is not None else image.content or b""
+
+
 @dataclass(frozen=True, slots=True)
 class TokenizedRow:
     """One tokenized row: ``input_ids`` and ``labels`` of equal length, and where it came from (without its fields).
 
     Attributes:
         value: A number that the row gives its answer; 0 where it gives none (:class:`ftcli.rows.row.Example`).
-        images: In the order of their tokens.
     """
 
     row: Row

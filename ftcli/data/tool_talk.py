@@ -38,12 +38,7 @@ class Turn:
 class ToolTalk:
     """The chat template's way with some tools.
 
-    Args:
-        schemas: JSON Schemas of the tools.
-        stops: Tokens that end a turn.
-
-    Raises:
-        FtcliError: FT473 (exit 2) for a template that shows no tools, or no answers of tools behind what was said.
+    Raises FtcliError FT473 (exit 2) for a template that shows no tools, or no answers of tools behind what was said.
     """
 
     def __init__(
@@ -83,10 +78,8 @@ class ToolTalk:
         :meth:`Renderer.prompt`.
         """
         messages = prompt.messages or ({"role": "user", "content": prompt.text or ""},)
-        if observation is not None:
-            last = messages[-1]
-            messages = (*messages[:-1], {**last, "content": f"{last.get('content') or ''}{observation}"})
-        return self._renderer.prompt(replace(prompt, messages=tuple(messages), text=None, tools=self._schemas))
+        chat = replace(prompt, messages=tuple(messages), text=None, tools=self._schemas)
+        return self._renderer.prompt(chat.followed_by(observation or ""))
 
     def turn(self, tokens: Sequence[int], before: Sequence[int]) -> Turn:
         """What a turn says, which stands behind the tokens ``before``."""
@@ -102,8 +95,7 @@ class ToolTalk:
 
         Source: GRPOTrainer._get_tool_suffix_ids of TRL 1.16.
 
-        Raises:
-            FtcliError: FT473 where what comes before changes with what comes behind.
+        Raises FtcliError FT473 where what comes before changes with what comes behind.
         """
         call = {"type": "function", "function": {"name": said[0][0], "arguments": {}}}
         begun: list[Any] = [

@@ -9,17 +9,16 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ftcli.assets import asset, bundled
 from ftcli.config.model import ModelConfig
-from ftcli.data.tokens import Ints, RowImage, TokenizedRow
+from ftcli.data.tokens import Ints, RowImage, TokenizedRow, content_of
 from ftcli.errors import FtcliError, Origin, first_line
 from ftcli.labels import IGNORE_INDEX
 from ftcli.plain import JsonMap
@@ -38,19 +37,12 @@ _COUNTS = ("num_crops", "num_soft_tokens_per_image")
 Pixels = dict[str, NDArray[Any]]
 
 
-class GridOf(Protocol):
-    """The code of a row's ``grid``."""
-
-    def __call__(self, processor: Any, width: int, height: int, config: JsonMap) -> tuple[int, int]: ...
-
-
 @dataclass(frozen=True, slots=True)
 class Vision:
     """The image processor of a model, and how its images stand among tokens. Can be sent to another process.
 
     Attributes:
         token_id, ends: Ids of :attr:`ftcli.tables.images.ImageTokens.token` and ``ends``.
-        config: The model's config.json.
     """
 
     kind: ImageTokens
@@ -79,9 +71,8 @@ class Vision:
     def looked_at(self, source: ImageSource, row: Row) -> RowImage:
         """The image, measured. Raises Misfit for one that cannot be trained on."""
         found = look_at(source, row.folder)
-        grid_of: GridOf = code_of(self.kind.grid)
         try:
-            grid = grid_of(self.processor, found.width, found.height, self.config)
+            grid: tuple[int, int] = code_of(self.kind.grid)(self.processor, found.width, found.height, self.config)
         except ValueError as error:
             raise Misfit(f"an image of {found.width} x {found.height} pixels: {error}") from error
         place = place_of(source, row.folder)
@@ -182,7 +173,7 @@ class Vision:
         Raises FtcliError FT416 (exit 4) for a file that is not what it was when it was measured.
         """
         try:
-            found = pixels_of(Path(image.path) if image.path is not None else image.content or b"", "the image")
+            found = pixels_of(content_of(image))
             changed = found.size != (image.width, image.height)
         except (Misfit, OSError) as error:
             raise _changed(image, origin, first_line(error)) from error
@@ -198,8 +189,8 @@ class Vision:
 
 def _changed(image: RowImage, origin: Origin, why: str) -> FtcliError:
     what = image.path or "an image in the row"
-    help = "put the file back, or remove the cache of tokens (--cache-dir) so that it is measured again"
-    return data_error("FT416", f"{what} is not what it was when the row was tokenized: {why}", origin, help)
+    help = "put the file back; or mend it, or remove the row, and begin anew: another file is other data"
+    return data_error("FT416", f"{what} is not what it was taken for when the row was tokenized: {why}", origin, help)
 
 
 def merged_patches(processor: Any, width: int, height: int, config: JsonMap) -> tuple[int, int]:
@@ -307,7 +298,3 @@ def _processor(model: ModelConfig, *, offline: bool) -> Any:
     return AutoImageProcessor.from_pretrained(
         str(source), revision=model.revision, local_files_only=offline, trust_remote_code=False, backend="pil"
     )
-
-
-#: Makes what the step needs of the images of some rows.
-ReadPixels = Callable[[Sequence[TokenizedRow]], Pixels]

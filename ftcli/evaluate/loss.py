@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Generic, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
-from ftcli.data.collate import PaddingCollator, packed_batch, unpadded_batch, with_images
+from ftcli.data.collate import packed_batch, padded_batch, unpadded_batch, with_images
 from ftcli.data.order import best_fit
 from ftcli.data.pixels import PixelReader
 from ftcli.data.tokens import TokenizedRow
@@ -100,57 +101,63 @@ def row_too_large(what: str, origin: Origin | None) -> FtcliError:
 Sums = tuple[float, ...]
 
 
-def summed_over_ranks(
-    group: RankGroup,
+def summed(
+    group: RankGroup | None,
     items: Sequence[T],
     batch_size: int,
-    run: Callable[[Sequence[T]], Iterable[tuple[Sequence[T], Sums]]],
+    attempt: Callable[[Sequence[T]], Sums | None],
+    *,
+    sharded: bool,
+    where: Callable[[T], Origin | None],
+    reporter: Reporter,
     width: int = 3,
+    rows_of: Callable[[T], int] = lambda item: 1,
 ) -> Sums:
-    """The ``width`` sums over ``items``, of which each rank has run every ``group.size``-th batch.
+    """The ``width`` sums over ``items``, of which each rank runs every ``group.size``-th batch.
 
     They are added in the order of the batches, as one process would, so that every bit is the same. A rank that is
     asked to stop leaves its batches; then no rank has a result.
 
     Args:
-        run: Goes over a rank's items in batches of ``batch_size``, or smaller ones where memory runs out.
+        attempt: The sums of a few items; None where memory ran out, which only ``sharded`` weights may give
+            (:func:`in_step`).
+        rows_of: Rows of an item, for the progress.
 
     Raises:
         StopRequested: On all ranks, when one of them was asked to stop.
     """
-    batches = _batches(items, batch_size)
-    sums = _no_sums(len(batches), group, width)
+    batches, ranks = _batches(items, batch_size), 1 if group is None else group.size
+    sums = torch.zeros(max(-(-len(batches) // ranks), 1), width, dtype=torch.float64)  # of this rank's batches
+    if group is not None and sharded:
+        turns = in_step(group, items, batch_size, attempt, where=where, reporter=reporter)
+        with reporter.progress(len(items), "evaluating") as progress:
+            for turn in turns:
+                if turn.found is not None:
+                    sums[turn.number // ranks] += torch.tensor(turn.found, dtype=torch.float64)
+                progress.advance(turn.of_all)
+        return _added_up(group, sums, len(batches))
+
+    def step(chosen: Sequence[T]) -> Sums:
+        found = attempt(chosen)
+        assert found is not None
+        return found
+
+    mine = [item for batch in batches[0 if group is None else group.rank :: ranks] for item in batch]
     done = 0
-    with group.exchanging():
-        for chosen, found in run([item for batch in batches[group.rank :: group.size] for item in batch]):
+    runs = in_batches(mine, batch_size, step, where=where, reporter=reporter, what="evaluation")
+    with (
+        nullcontext() if group is None else group.exchanging(),
+        reporter.progress(sum(map(rows_of, mine)), "evaluating") as progress,
+    ):
+        for chosen, found in runs:
             sums[done // batch_size] += torch.tensor(found, dtype=torch.float64)
             done += len(chosen)
-            if group.signalled:
+            progress.advance(sum(map(rows_of, chosen)))
+            if group is not None and group.signalled:
                 break
-    group.agree("evaluated")
-    group.stop_if_asked("evaluating")
-    return _added_up(group, sums, len(batches))
-
-
-def summed_in_step(
-    group: RankGroup,
-    items: Sequence[T],
-    batch_size: int,
-    attempt: Callable[[Sequence[T]], Sums | None],
-    *,
-    where: Callable[[T], Origin | None],
-    reporter: Reporter,
-    width: int = 3,
-) -> Sums:
-    """:func:`summed_over_ranks` where each rank holds a part of the weights, as :func:`in_step` has it."""
-    batches = _batches(items, batch_size)
-    sums = _no_sums(len(batches), group, width)
-    turns = in_step(group, items, batch_size, attempt, where=where, reporter=reporter)
-    with reporter.progress(len(items), "evaluating") as progress:
-        for turn in turns:
-            if turn.found is not None:
-                sums[turn.number // group.size] += torch.tensor(turn.found, dtype=torch.float64)
-            progress.advance(turn.of_all)
+    if group is not None:
+        group.agree("evaluated")
+        group.stop_if_asked("evaluating")
     return _added_up(group, sums, len(batches))
 
 
@@ -228,16 +235,11 @@ def _batches(items: Sequence[T], size: int) -> list[Sequence[T]]:
     return [items[start : start + size] for start in range(0, len(items), size)]
 
 
-def _no_sums(batches: int, group: RankGroup, width: int) -> Tensor:
-    """Zeros of shape (this rank's batches, width)."""
-    return torch.zeros(max(-(-batches // group.size), 1), width, dtype=torch.float64)
-
-
-def _added_up(group: RankGroup, sums: Tensor, batches: int) -> Sums:
-    of_all = group.all_gather(sums)
+def _added_up(group: RankGroup | None, sums: Tensor, batches: int) -> Sums:
+    of_all = [sums] if group is None else group.all_gather(sums)
     total = [0.0] * sums.shape[1]
     for index in range(batches):
-        found = of_all[index % group.size][index // group.size].tolist()
+        found = of_all[index % len(of_all)][index // len(of_all)].tolist()
         total = [a + b for a, b in zip(total, found, strict=True)]
     return tuple(total)
 
@@ -326,30 +328,19 @@ def evaluate_loss(
     def where(group: list[int]) -> Origin:
         return max((sequences[i] for i in group), key=lambda tokens: len(tokens.input_ids)).row.origin
 
-    def run(mine: Sequence[list[int]]) -> Iterator[tuple[Sequence[list[int]], Sums]]:
-        with reporter.progress(sum(len(places) for places in mine), "evaluating") as progress:
-            for chosen, sums in in_batches(mine, batch_size, step, where=where, reporter=reporter, what="evaluation"):
-                yield chosen, sums
-                progress.advance(sum(len(places) for places in chosen))
-
-    sums: Sums = (0.0, 0, 0)
-    was_training = model.training
+    sharded, was_training = group is not None and root_of(model) is not None, model.training
     model.eval()
     try:
-        if group is not None and root_of(model) is not None:
-            sums = summed_in_step(
-                group,
-                groups,
-                batch_size,
-                lambda chosen: try_forward(model, lambda: step(chosen)),
-                where=where,
-                reporter=reporter,
-            )
-        elif group is not None:
-            sums = summed_over_ranks(group, groups, batch_size, run)
-        else:
-            for _, found in run(groups):
-                sums = tuple(a + b for a, b in zip(sums, found, strict=True))
+        sums = summed(
+            group,
+            groups,
+            batch_size,
+            (lambda chosen: try_forward(model, lambda: step(chosen))) if sharded else step,
+            sharded=sharded,
+            where=where,
+            reporter=reporter,
+            rows_of=len,
+        )
     finally:
         if was_training:
             model.train()
@@ -381,7 +372,7 @@ def _batch(
         batch = packed_batch(rows, pad_token_id) if packed else unpadded_batch(documents, pad_token_id)
         batch = with_images(batch, rows if packed else [documents], pixels)
         return {name: value for name, value in batch.items() if name != "lengths"}
-    padded = PaddingCollator(pad_token_id)([{"input_ids": r.input_ids, "labels": r.labels} for (r,) in rows])
+    padded = padded_batch([row for (row,) in rows], pad_token_id)
     if layout == "right":
         return with_images({name: padded[name] for name in ("input_ids", "labels")}, rows, pixels)
     return _to_the_left(padded)

@@ -58,11 +58,8 @@ _PAIR = re.compile(r"base_model\.model\.(.+)\.lora_[AB]\.weight")
 
 
 def write(source: ExportSource, folder: Path, say: Callable[[str], None]) -> Verified:
-    """Write the adapter into ``folder`` and verify it. ``say`` is not used: this takes no time.
-
-    Raises:
-        FtcliError: FT321, FT322 or FT424 for the tokenizer; otherwise as :func:`verify_adapter`.
-        OSError: it cannot be written.
+    """Write the adapter into ``folder`` and verify it. ``say`` is not used: this takes no time. Raises FtcliError
+    FT321, FT322 or FT424 for the tokenizer; otherwise as :func:`verify_adapter`; OSError where it cannot be written.
     """
     copy_adapter(source, folder)
     return verify_adapter(source, folder) if source.verify else not_asked()
@@ -71,9 +68,7 @@ def write(source: ExportSource, folder: Path, say: Callable[[str], None]) -> Ver
 def copy_adapter(source: ExportSource, folder: Path) -> None:
     """Copy the adapter and save its tokenizer, with the chat template of training, beside it.
 
-    Raises:
-        FtcliError: FT321, FT322 or FT424 for the tokenizer.
-        OSError: it cannot be written.
+    Raises FtcliError FT321, FT322 or FT424 for the tokenizer; OSError where it cannot be written.
     """
     for path in sorted(source.folder.iterdir()):
         wanted = path.is_file() and path.suffix not in _LEFT_OUT and not path.name.startswith(".")
@@ -92,9 +87,8 @@ def _is_blank_card(path: Path) -> bool:
 def verify_adapter(source: ExportSource, folder: Path) -> Verified:
     """Load the copy with plain PEFT into a model of the base's shape; every tensor must equal the source's file.
 
-    Raises:
-        FtcliError: FT741 when anything differs, FT742 when the source itself is damaged, FT30x when the base's
-            config cannot be found, FT760 where it cannot be loaded again.
+    Raises FtcliError FT741 when anything differs, FT742 when the source itself is damaged, FT30x when the base's config
+    cannot be found, FT760 where it cannot be loaded again.
     """
     wanted = finite_tensors(source.folder)
     with with_its_vocabulary(source) as plain, tempfile.TemporaryDirectory(prefix="ftcli-") as config:
@@ -182,12 +176,7 @@ def _served_class(source: ExportSource) -> PreTrainedModel | None:
 def judged(
     server: AdapterServer, config: JsonMap, names: Iterable[str], left_out: Sequence[str] = ()
 ) -> tuple[str, list[Finding]]:
-    """The verdict of a program's rules on an adapter, for the record; and FT757 if it does not take it.
-
-    Args:
-        config, names: Of the adapter: adapter_config.json, and its tensors.
-        left_out: What every program leaves out.
-    """
+    """The verdict of a program's rules on an adapter, for the record; and FT757 if it does not take it."""
     problems = [*left_out, *_beside_pairs(config, names)]
     if not server.expressions and isinstance(config.get("target_modules"), str):
         problems.append("target_modules is an expression, and it reads names")
@@ -230,10 +219,9 @@ _INDICES = "trainable_token_indices"
 def with_its_vocabulary(source: ExportSource) -> Iterator[ExportSource]:
     """``source``; where its adapter brings embeddings of its own, one in a temporary folder that trained them whole.
 
-    Raises:
-        FtcliError: FT742 where a part of the resized model is nowhere stored, or PEFT's form is another; and as
-            :func:`ftcli.export.weights.base_weights` for rows that are put into the base's; FT723 and FT724 where the
-            temporary folder cannot be written.
+    Raises FtcliError FT742 where a part of the resized model is nowhere stored, or PEFT's form is another; and as
+    :func:`ftcli.export.weights.base_weights` for rows that are put into the base's; FT723 and FT724 where the temporary
+    folder cannot be written.
     """
     if source.kind != "adapter" or not _brings_embeddings(source):
         yield source
@@ -314,14 +302,9 @@ def _parts(
             wholes[f"{name.removesuffix(_ROWS_BASE)}.weight"] = tensor
         elif ".modules_to_save." in name:
             wholes[name.replace(".modules_to_save", "")] = tensor
-        elif ".original_module." not in name and f"{_PREFIX}{_saved_key(name)}" not in tensors:
+        elif ".original_module." not in name and ".modules_to_save.".join(key.rpartition(".")[::2]) not in tensors:
             wholes[name] = tensor
     return pairs, wholes, rows
-
-
-def _saved_key(name: str) -> str:
-    module, _, leaf = name.rpartition(".")
-    return f"{module}.modules_to_save.{leaf}"
 
 
 def _with_rows(

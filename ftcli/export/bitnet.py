@@ -54,12 +54,11 @@ LOGITS_TOLERANCE = 5e-2
 def write(source: ExportSource, folder: Path, say: Callable[[str], None]) -> Verified:
     """Packs a full fine-tune into ``folder`` and loads it again with plain transformers.
 
-    Raises:
-        FtcliError: FT740 for a model that was not trained with ``quantization.method: bitnet`` or cannot be packed,
-            FT741 when what was written is not the model.
-        OSError: it cannot be written.
+    Raises FtcliError FT740 for a model that was not trained with ``quantization.method: bitnet`` or cannot be packed,
+    FT741 when what was written is not the model; OSError where it cannot be written.
     """
-    _require_masters(source)
+    if source.kind != "model" or not stores_ternary_masters(local_config(source.folder).to_dict()):
+        raise _unpackable("only a model that was trained whole with quantization.method: bitnet has ternary weights")
     say("rounding the masters")
     masters = load_masters(source.folder)
     layers = {name: module for name, module in masters.named_modules() if isinstance(module, BitLinear)}
@@ -177,11 +176,6 @@ def _unlike_output(name: str, given: Tensor | None, layer: BitLinear) -> list[st
     wanted = layer(rows_for(layer.in_features))
     error = float((given - wanted).norm() / wanted.norm().clamp(min=1e-30))
     return [] if error <= LAYER_TOLERANCE else [f"{name}: transformers computes a different product, {error:.1e} off"]
-
-
-def _require_masters(source: ExportSource) -> None:
-    if source.kind != "model" or not stores_ternary_masters(local_config(source.folder).to_dict()):
-        raise _unpackable("only a model that was trained whole with quantization.method: bitnet has ternary weights")
 
 
 def _unpackable(reason: str) -> FtcliError:

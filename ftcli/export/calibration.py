@@ -60,8 +60,6 @@ class Calibrated:
         given: Of each rounded weight, by its name.
         rows, columns: Factors (O,) and (I,) of weights by their names, before rounding.
         norms: Weights of norms that were divided by factors, as they are stored.
-        facts: For the record.
-        warnings: What people should know.
     """
 
     files: Mapping[str, TensorFile] = field(default_factory=dict)
@@ -85,8 +83,7 @@ def calibration_rows(source: ExportSource) -> list[list[int]]:
 
     Of a method whose rows are prompts they are these prompts.
 
-    Raises:
-        FtcliError: FT778 (exit 2) where no run is known; whatever reading the rows raises (exit 4).
+    Raises FtcliError FT778 (exit 2) where no run is known; whatever reading the rows raises (exit 4).
     """
     if source.run is None:
         raise _no_rows(f"{source.folder} is in no run directory")
@@ -138,9 +135,8 @@ def calibrate(
     Args:
         rounded: The names in the model of the weights to round, by their keys.
 
-    Raises:
-        FtcliError: FT740 for linear layers that the rows do not reach, and as :func:`calibration_rows`.
-        OSError: they cannot be written.
+    Raises FtcliError FT740 for linear layers that the rows do not reach, and as :func:`calibration_rows`; OSError where
+    they cannot be written.
     """
     rows = calibration_rows(source)
     tokens = sum(len(row) for row in rows)
@@ -209,7 +205,6 @@ class _Inputs:
     """What linear layers with one input are given, gathered batch by batch.
 
     Attributes:
-        linears: Their names in the decoder layer.
         norm: The name there of the norm that hands it on; None where none does.
     """
 
@@ -245,11 +240,7 @@ class _Inputs:
 class _Observer:
     """Gathers what the linear layers of a decoder layer are given.
 
-    Attributes:
-        found: By the first layer of each input.
-
     Args:
-        linears: Their names in the decoder layer.
         sampled: Tokens of each batch that are kept.
     """
 
@@ -442,7 +433,8 @@ class _Walk:
                 kept = [(weight, weight.data) for weight, _ in changed]
                 for weight, value in changed:
                     weight.data = value
-                if _near(_first(layer(*given, **named)), before):
+                moved = (_first(layer(*given, **named)) - before).norm()
+                if float(moved) <= _SAME * float(before.norm()):
                     self._note(prefix, inputs, front, owner, exact)
                     break
                 for weight, value in kept:
@@ -528,11 +520,7 @@ class _Walk:
 def _factors(
     weights: Sequence[Tensor], inputs: _Inputs, how: Smoothing, exactly: Callable[[Tensor], Tensor]
 ) -> Tensor | None:
-    """The factors (I,) that leave the least error of the outputs on the sample; None where nothing is gained.
-
-    Args:
-        exactly: A weight as it is rounded in the end.
-    """
+    """The factors (I,) that leave the least error of the outputs on the sample; None where nothing is gained."""
     x = torch.cat(inputs.sample)
     tried = [weight[:: -(-weight.shape[0] // _TRIED_ROWS)] for weight in weights]
     stacked = torch.cat([weight.abs() for weight in weights])
@@ -585,10 +573,6 @@ def _rows(x: Tensor, real: Tensor) -> Tensor:
 def _first(answer: Any) -> Tensor:
     found: Tensor = answer if isinstance(answer, Tensor) else answer[0]
     return found
-
-
-def _near(found: Tensor, wanted: Tensor) -> bool:
-    return float((found - wanted).norm()) <= _SAME * float(wanted.norm())
 
 
 def _kept(whole: Any, answer: Any, span: range, count: int) -> Any:

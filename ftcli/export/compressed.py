@@ -57,14 +57,10 @@ _OUTPUTS = 8
 
 
 def write_compressed(source: ExportSource, folder: Path, say: Callable[[str], None], scheme_of: SchemeOf) -> Verified:
-    """Write a complete model into ``folder`` and verify it.
-
-    Raises:
-        FtcliError: FT740 for stacks of experts and as ``scheme_of``, FT778 as
-            :func:`ftcli.export.calibration.calibrate`, FT741 when what was written is not the model,
-            FT747 for a base of random weights, FT758 where the package compressed-tensors is not there, and as the
-            format ``safetensors``.
-        OSError: it cannot be written.
+    """Write a complete model into ``folder`` and verify it. Raises FtcliError FT740 for stacks of experts and as
+    ``scheme_of``, FT778 as :func:`ftcli.export.calibration.calibrate`, FT741 when what was written is not the model,
+    FT747 for a base of random weights, FT758 where the package compressed-tensors is not there, and as the format
+    ``safetensors``; OSError where it cannot be written.
     """
     require_kept_base(source)
     if source.verify:
@@ -114,7 +110,9 @@ def _rounded(model: PreTrainedModel, base: StoredWeights) -> dict[str, str]:
     names: dict[str, str] = {}
     for stored in base.stored:
         if stored.roles and not stored.packed:
-            raise _stacked(stored.names[0])
+            name = stored.names[0]
+            message = f"nothing can be rounded: {name} is a stack of experts, and ftcli rounds linear layers alone"
+            raise FtcliError.single("FT740", message, help="export.formats: [safetensors] writes the model in 16 bits")
         if stored.names and stored.names[0] in linear:
             roles = stored.roles or ("weight",)
             names[next(key for key, role in zip(stored.keys, roles, strict=True) if role == "weight")] = stored.names[0]
@@ -175,7 +173,6 @@ class _Rounded:
     """What was rounded.
 
     Attributes:
-        names: The names in the model of the rounded weights, by their keys.
         merged: What they were before that.
     """
 
@@ -284,8 +281,3 @@ def _losses(found: Tensor, trained: Tensor) -> dict[str, float]:
     says = trained.log_softmax(-1)
     before, after = (-(says.exp() * each).sum(-1).mean() for each in (says, found.log_softmax(-1)))
     return {"loss": float(after), "loss_unrounded": float(before)}
-
-
-def _stacked(name: str) -> FtcliError:
-    message = f"nothing can be rounded: {name} is a stack of experts, and ftcli rounds linear layers alone"
-    return FtcliError.single("FT740", message, help="export.formats: [safetensors] writes the model in 16 bits")

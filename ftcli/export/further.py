@@ -18,9 +18,8 @@ from safetensors import SafetensorError
 
 from ftcli.config.model import ModelConfig
 from ftcli.errors import Finding, FtcliError, first_line
-from ftcli.export.released import opened
 from ftcli.export.source import ExportSource, base_facts, base_files, local_config, plain_config
-from ftcli.export.tensorfile import TensorFile, add_shard, copied
+from ftcli.export.tensorfile import TensorFile, add_shard, copied, opened
 from ftcli.facts.config_file import hub_errors
 from ftcli.facts.weights import FURTHER_WEIGHTS
 from ftcli.model.pretrained import hollow, read_config, weight_files

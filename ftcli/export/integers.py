@@ -125,7 +125,6 @@ def compensated(weight: Tensor, scale: Tensor, products: Tensor) -> Tensor:
     """The integers (O, I), each within -8 and 7, that GPTQ rounds ``weight`` to.
 
     Args:
-        weight: (O, I) in float32.
         scale: (O, I), that of each number.
         products: The mean of ``x xᵀ`` over inputs x: (I, I).
     """

@@ -31,7 +31,6 @@ class AdapterUpdates:
 
     Attributes:
         layers: PEFT's layer that changes a weight, by the weight's name.
-        whole: What was trained in a weight's place.
 
     Args:
         adapted: A model with the adapter; the base's own weights are not looked at.
@@ -86,11 +85,7 @@ class Rounding:
         return self.dtype
 
     def applied(self, name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        """``tensor`` in ``dtype``.
-
-        Raises:
-            FtcliError: FT769 (exit 3) where a number is too large for it.
-        """
+        """``tensor`` in ``dtype``. Raises FtcliError FT769 (exit 3) where a number is too large for it."""
         rounded = tensor.to(dtype)
         if dtype == torch.float16 and tensor.dtype != dtype:
             over = torch.isinf(rounded) & torch.isfinite(tensor)
@@ -120,8 +115,7 @@ def outputs(base: StoredWeights, adapter: AdapterUpdates, rounding: Rounding) ->
 
     What is neither trained nor converted is copied byte for byte.
 
-    Raises:
-        FtcliError: While they are written, FT769 as :meth:`Rounding.applied`.
+    Raises FtcliError: While they are written, FT769 as :meth:`Rounding.applied`.
     """
     found: list[TensorToWrite] = []
     for stored in base.stored:
@@ -189,7 +183,6 @@ def rounded_as_merged(adapted: PeftModel, dtype_of: Callable[[str], torch.dtype]
     Args:
         adapted: Base and adapter, both in float32. Of a base that is read lazily (``ftcli.export.lazy``), entered after
             that.
-        dtype_of: The dtype that a merged weight is stored in, by its name.
     """
     adapter = AdapterUpdates(adapted)
     with ExitStack() as stack, torch.no_grad():

@@ -48,7 +48,6 @@ class ChatForm:
 
     Attributes:
         user, assistant: What stands before and after the content of a turn.
-        cue: What the answer is asked for with.
         system: The same of a system turn; None where it has none.
         joint: What stands between the system's text and the first user's, where they share a turn.
         bos: It begins with the tokenizer's bos, which whoever cuts the prompt into tokens puts there.
@@ -101,8 +100,7 @@ def rendered(tokenizer: PreTrainedTokenizerBase, turns: Turns, **options: Any) -
 def form_of(tokenizer: PreTrainedTokenizerBase) -> ChatForm:
     """The form of the tokenizer's template, which renders to the byte what the template does for what Ollama can ask.
 
-    Raises:
-        FtcliError: FT759 when it has none of those in the table.
+    Raises FtcliError FT759 when it has none of those in the table.
     """
     if not tokenizer.chat_template:
         raise cannot("there is none")
@@ -210,17 +208,16 @@ def cannot(reason: str) -> FtcliError:
 
 
 def write(source: ExportSource, folder: Path, say: Callable[[str], None]) -> Verified:
-    """Write file and Modelfile into ``folder`` and verify both.
-
-    Raises:
-        FtcliError: FT759 for a chat template that Ollama's kind cannot say; otherwise as the format ``gguf``.
-        OSError: it cannot be written.
+    """Write file and Modelfile into ``folder`` and verify both. Raises FtcliError FT759 for a chat template that
+    Ollama's kind cannot say; otherwise as the format ``gguf``; OSError where it cannot be written.
     """
     require_gguf_package()
     tokenizer = source_tokenizer(source)
     form = form_of(tokenizer)
     told = differences(form, tokenizer)
-    wanted = _with_bos(prepare_gguf(source, say), form.bos)
+    wanted = prepare_gguf(source, say)
+    # The tokenizer puts bos before a prompt exactly where the template of training did.
+    wanted = replace(wanted, vocabulary={**wanted.vocabulary, "tokenizer.ggml.add_bos_token": form.bos})
     kind = source.settings.gguf.types[0]
     path = folder / f"{wanted.name}-{TYPES[kind].ggml}.gguf"
     say(f"writing {path.name}")
@@ -247,17 +244,8 @@ def require_served(tokenizer: Any, stops: Sequence[int], vocab_size: int) -> Non
     form_of(tokenizer)
 
 
-def _with_bos(wanted: ExpectedFile, bos: bool) -> ExpectedFile:
-    """The tokenizer puts bos before a prompt exactly where the template of training did."""
-    return replace(wanted, vocabulary={**wanted.vocabulary, "tokenizer.ggml.add_bos_token": bos})
-
-
 def write_modelfile(path: Path, file: str, template: str, wanted: ExpectedFile) -> None:
-    """Write the Modelfile.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write the Modelfile. Raises OSError: it cannot be written."""
     lines = [f"FROM ./{file}", f'TEMPLATE """{template}"""']
     lines += [f'PARAMETER stop "{stop}"' for stop in _stops(wanted)]
     path.write_text("\n".join([*lines, ""]), encoding="utf-8")

@@ -73,7 +73,6 @@ from ftcli.export.verify import (
 from ftcli.export.weights import (
     MergedWeights,
     StoredWeights,
-    WeightUpdate,
     base_weights,
     ends,
     source_config,
@@ -118,7 +117,6 @@ class ModelPlan:
         config: The base's, which the written one is made of.
         adapted: PEFT's adapter on a model without the base's weights; None in a full fine-tune.
         merged: How many pairs of matrices the adapter has.
-        stops: Ids that end a turn.
     """
 
     config: PretrainedConfig
@@ -149,9 +147,8 @@ class ModelPlan:
 def write(source: ExportSource, folder: Path, say: Callable[[str], None]) -> Verified:
     """Write a complete model into ``folder`` and verify it; ``say`` is told of what takes time.
 
-    Raises:
-        FtcliError: as :func:`write_merged` and :func:`verify_merged`, or :func:`copy_model` and :func:`verify_copy`.
-        OSError: it cannot be written.
+    Raises FtcliError as :func:`write_merged` and :func:`verify_merged`, or :func:`copy_model` and :func:`verify_copy`;
+    OSError where it cannot be written.
     """
     if source.kind == "model" and source.settings.dtype == "auto":
         copy_model(source, folder)
@@ -163,12 +160,9 @@ def write(source: ExportSource, folder: Path, say: Callable[[str], None]) -> Ver
 
 
 def write_merged(source: ExportSource, folder: Path, say: Callable[[str], None]) -> ModelPlan:
-    """Merge tensor by tensor, round once and write; a full fine-tune is rounded alone.
-
-    Raises:
-        FtcliError: FT747 for a base of random weights, FT748 for too little memory, FT769 for numbers too large for the
-            dtype, FT740 as :func:`ftcli.export.weights.base_weights`, FT323, FT735, FT742, FT321, FT322.
-        OSError: it cannot be written.
+    """Merge tensor by tensor, round once and write; a full fine-tune is rounded alone. Raises FtcliError FT747 for a
+    base of random weights, FT748 for too little memory, FT769 for numbers too large for the dtype, FT740 as
+    :func:`ftcli.export.weights.base_weights`, FT323, FT735, FT742, FT321, FT322; OSError where it cannot be written.
     """
     require_kept_base(source)
     plan = plan_model(source)
@@ -197,7 +191,9 @@ def plan_model(source: ExportSource) -> ModelPlan:
     """Opens what is merged. Raises FtcliError as :func:`write_merged`."""
     tokenizer = source_tokenizer(source)
     stops = source_stops(source, tokenizer)
-    config = _stored_config(source)
+    name, revision = _stored_at(source)
+    offline = source.offline or source.kind == "model"
+    config = with_vocabulary(read_config(name, revision=revision, offline=offline), source)
     adapted = None
     if source.kind == "adapter":
         finite_tensors(source.folder)
@@ -209,12 +205,6 @@ def plan_model(source: ExportSource) -> ModelPlan:
     rounding = rounding_of(model, dtype, _plain_dtype(config, source))
     adapter = AdapterUpdates(adapted)
     return ModelPlan(config, base, adapter, rounding, len(adapter.layers), stops, adapted)
-
-
-def _stored_config(source: ExportSource) -> PretrainedConfig:
-    name, revision = _stored_at(source)
-    offline = source.offline or source.kind == "model"
-    return with_vocabulary(read_config(name, revision=revision, offline=offline), source)
 
 
 def _stored_at(source: ExportSource) -> tuple[str, str | None]:
@@ -268,15 +258,16 @@ def verify_merged(source: ExportSource, folder: Path, plan: ModelPlan, say: Call
     The files are opened anew. Weights are held against the adapter's own file, logits (of a reward model, scores)
     against PEFT's layers. A warning (FT744) tells when rounding took away most of what the adapter does.
 
-    Raises:
-        FtcliError: FT741 when anything differs.
+    Raises FtcliError FT741 when anything differs.
     """
     say("verifying: comparing weights")
     written, base, adapted = open_written(folder), base_weights(source), plan.adapted
     changes = {} if adapted is None else source_updates(source, adapted)
     added = [name for name, _ in plan.added]
     problems = compare_written(written, MergedWeights(base, changes), plan.rounding, added, passed_over(source))
-    problems += [f"{name} differs" for name in added if not _is_whole(changes[name], written.read(name))]
+    for name in added:
+        trained = changes[name].whole
+        problems += [] if trained is not None and torch.equal(written.read(name), trained) else [f"{name} differs"]
     if problems:
         raise not_verified(folder, problems)
     count: dict[str, str | int] = {"merged": plan.merged} if adapted is not None else {}
@@ -314,11 +305,6 @@ def verify_merged(source: ExportSource, folder: Path, plan: ModelPlan, say: Call
         _rounding_warnings(rounding.relative_error / effect if effect > 0 else 0.0, dtype),
         plan.merged_with,
     )
-
-
-def _is_whole(change: WeightUpdate, found: Tensor) -> bool:
-    """True if a tensor is the one that was trained in a weight's place."""
-    return change.whole is not None and torch.equal(found, change.whole)
 
 
 def _effect(adapted: PeftModel, base: StoredWeights, probe: Probe, exact: Tensor) -> float:
@@ -388,8 +374,7 @@ def _unmerged() -> str:
 def copy_model(source: ExportSource, folder: Path) -> None:
     """Copy a full fine-tune, which is complete already, and write its tokenizer with the template of training.
 
-    Raises:
-        OSError: it cannot be written.
+    Raises OSError: it cannot be written.
     """
     for path in sorted(source.folder.iterdir()):
         wanted = path.is_file() and path.suffix in (".safetensors", ".json", ".jinja", ".model", ".txt")
@@ -430,8 +415,7 @@ def _verify_scores(
 def verify_copy(source: ExportSource, folder: Path) -> Verified:
     """Load the copy with plain transformers; its weights must be the files', bit for bit, and its logits the source's.
 
-    Raises:
-        FtcliError: FT741 when anything differs, FT742 when the source itself is damaged.
+    Raises FtcliError FT741 when anything differs, FT742 when the source itself is damaged.
     """
     try:
         wanted = tensor_files(source.folder) | passed_over(source)

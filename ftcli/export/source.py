@@ -17,6 +17,7 @@ from ftcli.config.evaluation import ExportConfig
 from ftcli.config.load import load_recipe
 from ftcli.config.model import ModelConfig, QuantizationConfig
 from ftcli.config.yaml import MapNode, Origins
+from ftcli.empty_weights import fill_with_nan
 from ftcli.errors import ExitCode, Finding, FtcliError, Origin, first_line
 from ftcli.export.clean.process import Reload, ask_once
 from ftcli.facts.config_file import hub_errors
@@ -57,18 +58,12 @@ class ExportSource:
 
     Attributes:
         kind: ``adapter`` (PEFT's layout, belongs to ``base``) or ``model`` (transformers' layout, complete).
-        folder: Where its files lie.
-        base: The model it was trained from.
         origins: Where the recipe names things, for messages.
         chat_template: The recipe's `data.chat_template`, by which the data was rendered; None: the tokenizer's own.
         destination: Folder that holds one folder per exported format.
         of_result: Whether it is a run's result, and no checkpoint of it.
         run: The run's folder, which knows the base's weights by content, and its seed; None for an adapter in any
             other folder, of which nothing more is known.
-        settings: What is asked of the formats.
-        offline: Nothing is downloaded.
-        verify: Whether what is written is compared with what was trained.
-        reload: Loads what was written again, in a process of its own.
         llama_cpp: Files for llama.cpp are to be run in it, too (``ftcli.export.gguf.verify``).
         quantization: How training held the base weights.
         compute: The dtype of training's products, into which quantized weights were dequantized.
@@ -106,8 +101,7 @@ def resolve_source(
         checkpoint: Of a run, the folder of a checkpoint to take in place of its result.
         destination: Where the formats' folders go; ``<run>/export``, or ``<adapter>-export`` beside an adapter.
 
-    Raises:
-        FtcliError: FT740 when there is nothing to export, FT742 when an adapter's config cannot be used.
+    Raises FtcliError FT740 when there is nothing to export, FT742 when an adapter's config cannot be used.
     """
     if isinstance(source, RunDirectory):
         found = _from_run(source, destination, checkpoint)
@@ -173,8 +167,7 @@ def _from_adapter(folder: Path, destination: Path | None) -> ExportSource:
 def read_adapter_config(folder: Path) -> JsonObject:
     """The adapter's config, checked to be LoRA or DoRA: nothing else can be merged here.
 
-    Raises:
-        FtcliError: FT742 when it is missing, damaged or of another method.
+    Raises FtcliError FT742 when it is missing, damaged or of another method.
     """
     try:
         config = json_object_in(folder / ADAPTER_CONFIG)
@@ -195,11 +188,7 @@ def read_adapter_config(folder: Path) -> JsonObject:
 
 
 def sha256(path: Path) -> str:
-    """SHA-256 of a file's content.
-
-    Raises:
-        OSError: it cannot be read.
-    """
+    """SHA-256 of a file's content. Raises OSError: it cannot be read."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -237,8 +226,7 @@ def base_files(source: ExportSource) -> list[Path]:
 def held_base(source: ExportSource) -> list[Finding]:
     """FT770 where the base cannot be held against the one that ``source`` was trained on.
 
-    Raises:
-        FtcliError: FT323 when it is not there, FT735 when it is another one.
+    Raises FtcliError FT323 when it is not there, FT735 when it is another one.
     """
     if source.run is None:
         return [
@@ -280,26 +268,17 @@ def plain_config(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def unwritten(config: PretrainedConfig) -> PreTrainedModel:
-    """A model of ``config`` whose parameters take no memory, float32 of the right shape, and whose buffers are right.
-
-    Each element of a parameter is the same NaN: whoever computes with one that was not read in time gets no answer,
-    and not a wrong one.
-    """
+    """A model of ``config`` whose parameters take no memory, NaN in float32, and whose buffers are right."""
     model = hollow(plain_config(config), dtype=torch.float32)
     compute_buffers(model, torch.device("cpu"))
-    nothing = torch.full((), torch.nan)
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None and parameter.is_meta:
-                module._parameters[name] = torch.nn.Parameter(nothing.expand(parameter.shape), requires_grad=False)
+    fill_with_nan(model)
     return model.eval()
 
 
 def attach(base: PreTrainedModel, folder: Path) -> PeftModel:
     """``base`` with the adapter in ``folder``, not merged. The adapter is in float32, whatever the base's dtype.
 
-    Raises:
-        FtcliError: FT742 when PEFT cannot load the adapter into this model.
+    Raises FtcliError FT742 when PEFT cannot load the adapter into this model.
     """
     try:
         with warnings.catch_warnings():
@@ -321,23 +300,16 @@ def source_stops(source: ExportSource, tokenizer: PreTrainedTokenizerBase) -> tu
     return stop_token_ids(base_facts(source), tokenizer)
 
 
-def load_own_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
-    """The tokenizer saved in ``folder``; None where there is none. Raises FtcliError FT321 for one that is damaged."""
-    if not (folder / "tokenizer_config.json").is_file():
-        return None
-    return read_tokenizer(str(folder), offline=True)
-
-
 def source_tokenizer(source: ExportSource) -> PreTrainedTokenizerBase:
-    """The tokenizer of training, with the chat template that the data was rendered with.
-
-    Raises:
-        FtcliError: FT321 or FT322 when the run kept none and the base model's cannot be used; FT424 when the
-            template cannot be read.
+    """The tokenizer of training, with the chat template that the data was rendered with. Raises FtcliError FT321 or
+    FT322 when the run kept none and the base model's cannot be used; FT424 when the template cannot be read.
     """
     from ftcli.data.template import read_template
 
-    tokenizer = load_own_tokenizer(source.folder) or load_tokenizer(source.base, offline=source.offline)
+    if (source.folder / "tokenizer_config.json").is_file():
+        tokenizer = read_tokenizer(str(source.folder), offline=True)
+    else:
+        tokenizer = load_tokenizer(source.base, offline=source.offline)
     require_stop(tokenizer, str(source.folder))
     if source.chat_template is not None:
         tokenizer.chat_template = read_template(source.chat_template)

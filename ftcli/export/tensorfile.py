@@ -16,6 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, BinaryIO
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -23,7 +24,8 @@ from torch import Tensor
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.export.source import unusable
 from ftcli.facts.weights import WEIGHTS_INDEX
-from ftcli.plain import JsonObject
+from ftcli.model.released import WHOLE, Form, form_of, grouped, read_group
+from ftcli.plain import JsonMap, JsonObject
 from ftcli.plan.disk import existing_ancestor
 from ftcli.units import size
 
@@ -62,9 +64,7 @@ class TensorEntry:
 class TensorFile:
     """A file, whose tensors are read one by one.
 
-    Raises:
-        OSError: it cannot be read.
-        safetensors.SafetensorError: it is damaged, or cut short.
+    Raises OSError: it cannot be read; safetensors.SafetensorError: it is damaged, or cut short.
     """
 
     def __init__(self, path: Path) -> None:
@@ -76,9 +76,10 @@ class TensorFile:
             header: JsonObject = json.loads(file.read(length))
         begin = _LENGTH_BYTES + length
         self.entries: Mapping[str, TensorEntry] = {
-            key: TensorEntry(told["dtype"], tuple(told["shape"]), begin + told["data_offsets"][0], _extent(told))
+            key: TensorEntry(told["dtype"], tuple(told["shape"]), begin + first, last - first)
             for key, told in header.items()
             if key != "__metadata__"
+            for first, last in [told["data_offsets"]]
         }
 
     def dtype(self, key: str) -> torch.dtype:
@@ -91,15 +92,9 @@ class TensorFile:
     def read(self, key: str) -> Tensor:
         """A tensor in memory of its own. Raises OSError or SafetensorError as the class does."""
         entry, dtype = self.entries[key], self.dtype(key)
-        memory = torch.empty(entry.nbytes, dtype=torch.uint8)
-        view, done = memory.numpy().data, 0
-        with self._path.open("rb", buffering=0) as file:
-            file.seek(entry.start)
-            while done < entry.nbytes:
-                got = file.readinto(view[done : done + _PIECE])
-                if not got:
-                    raise SafetensorError(f"{self._path} ends within {key}")
-                done += got
+        memory = torch.from_numpy(np.fromfile(self._path, np.uint8, entry.nbytes, offset=entry.start))
+        if len(memory) < entry.nbytes:
+            raise SafetensorError(f"{self._path} ends within {key}")
         return memory.view(dtype).view(entry.shape)
 
     def pieces(self, key: str) -> Iterator[bytes]:
@@ -115,9 +110,52 @@ class TensorFile:
                 yield piece
 
 
-def _extent(told: JsonObject) -> int:
-    first, last = told["data_offsets"]
-    return int(last) - int(first)
+class DequantizedFiles(TensorFile):
+    """All files of a model as one.
+
+    Attributes:
+        entries: Of each weight in full precision; packed ones are in bfloat16, as which they are written.
+
+    Args:
+        dtype: What training read packed weights into.
+    """
+
+    def __init__(self, files: Sequence[TensorFile], form: Form, dtype: torch.dtype) -> None:
+        self._holders: Mapping[str, TensorFile] = {key: file for file in files for key in file.entries}
+        self._form, self._dtype = form, dtype
+        self._groups = grouped(self._holders, form)
+        self.entries = {name: self._entry(name, group) for name, group in self._groups.items()}
+
+    def _entry(self, name: str, group: Mapping[str, str]) -> TensorEntry:
+        stored = {role: self._holders[key].entries[key] for role, key in group.items()}
+        if not self._is_packed(name):
+            return stored[WHOLE]
+        shape = self._form.shape(name, {role: entry.shape for role, entry in stored.items()})
+        return TensorEntry("BF16", shape, 0, 2 * math.prod(shape))
+
+    def _is_packed(self, name: str) -> bool:
+        return set(self._groups[name]) != {WHOLE}
+
+    def read(self, key: str) -> Tensor:
+        """A tensor as training read it. Raises also FtcliError FT323 for parts that do not fit together."""
+        cpu = torch.device("cpu")
+        return read_group(self._form, key, self._groups[key], self._stored, self._dtype, cpu)
+
+    def _stored(self, key: str) -> Tensor:
+        return self._holders[key].read(key)
+
+    def pieces(self, key: str) -> Iterator[bytes]:
+        """A tensor's bytes as they are, or of what it stands for in bfloat16."""
+        if not self._is_packed(key):
+            yield from self._holders[key].pieces(key)
+            return
+        yield self.read(key).to(torch.bfloat16).contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+def opened(paths: Sequence[Path], config: JsonMap, dtype: torch.dtype) -> list[TensorFile]:
+    """The files of a model, of which config.json says whether they are in a packed form. Raises as the classes do."""
+    files, form = [TensorFile(path) for path in paths], form_of(config)
+    return list(files) if form is None else [DequantizedFiles(files, form, dtype)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,8 +199,7 @@ def write_shards(folder: Path, outputs: Sequence[TensorToWrite], shard_bytes: in
     Outputs are made in their order, but within a file those of wider dtypes go first: so each lies at a multiple of its
     elements' size, as readers that map a file need it.
 
-    Raises:
-        OSError: they cannot be written.
+    Raises OSError: they cannot be written.
     """
     shards: list[list[TensorToWrite]] = [[]]
     size = 0
@@ -179,26 +216,28 @@ def write_shards(folder: Path, outputs: Sequence[TensorToWrite], shard_bytes: in
         _write_file(folder / name, shard)
     if len(shards) > 1:
         places = {output.key: name for name, shard in zip(names, shards, strict=True) for output in shard}
-        index = {"metadata": {"total_size": sum(o.nbytes for o in outputs)}, "weight_map": dict(sorted(places.items()))}
-        (folder / WEIGHTS_INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        _write_index(folder, places, sum(output.nbytes for output in outputs))
 
 
 def add_shard(folder: Path, name: str, outputs: Sequence[TensorToWrite]) -> None:
     """Writes further tensors of a complete model as the file ``name``, and an index of them all.
 
-    Raises:
-        OSError, safetensors.SafetensorError: they cannot be written, or the model's files not be read.
+    Raises OSError, safetensors.SafetensorError: they cannot be written, or the model's files not be read.
     """
     places = {key: path.name for path in sorted(folder.glob("*.safetensors")) for key in TensorFile(path).entries}
     _write_file(folder / name, outputs)
     places |= {output.key: name for output in outputs}
     size = sum(entry.nbytes for path in folder.glob("*.safetensors") for entry in TensorFile(path).entries.values())
+    _write_index(folder, places, size)
+
+
+def _write_index(folder: Path, places: Mapping[str, str], size: int) -> None:
     index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(places.items()))}
     (folder / WEIGHTS_INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
 def _write_file(path: Path, outputs: Sequence[TensorToWrite]) -> None:
-    ordered = sorted(outputs, key=lambda output: -_width(output))  # stable
+    ordered = sorted(outputs, key=lambda output: -(output.nbytes // max(1, math.prod(output.shape))))  # stable
     header: JsonObject = {"__metadata__": {"format": "pt"}}
     offset = 0
     for output in ordered:
@@ -214,10 +253,6 @@ def _write_file(path: Path, outputs: Sequence[TensorToWrite]) -> None:
         file.write(len(text).to_bytes(_LENGTH_BYTES, "little") + text)
         for output in ordered:
             _write_pieces(file, output)
-
-
-def _width(output: TensorToWrite) -> int:
-    return output.nbytes // max(1, math.prod(output.shape))
 
 
 def _write_pieces(file: BinaryIO, output: TensorToWrite) -> None:
@@ -238,8 +273,7 @@ def tensor_files(folder: Path) -> dict[str, TensorFile]:
 def read_tensors(folder: Path) -> dict[str, Tensor]:
     """All tensors of the safetensors files in ``folder``.
 
-    Raises:
-        OSError, safetensors.SafetensorError: a file cannot be read or is damaged.
+    Raises OSError, safetensors.SafetensorError: a file cannot be read or is damaged.
     """
     from safetensors.torch import load_file
 
@@ -250,11 +284,7 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def finite_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """The tensors of an adapter.
-
-    Raises:
-        FtcliError: FT742 when its file is damaged, empty or holds NaN or infinity.
-    """
+    """The tensors of an adapter. Raises FtcliError FT742 when its file is damaged, empty or holds NaN or infinity."""
     try:
         tensors = read_tensors(folder)
     except (OSError, SafetensorError) as error:

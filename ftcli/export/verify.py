@@ -179,9 +179,7 @@ class Verified:
     """An export that passed.
 
     Attributes:
-        compared: What was compared, in words.
         facts: What came out, by names of the format's own.
-        warnings: What people should know about it.
         merged_with: Which form of the base an adapter was merged with; empty where none was.
     """
 
@@ -238,7 +236,6 @@ def check_greedy(generated: Tensor, reference: Tensor, probe: Probe, stops: Iter
 
     Args:
         reference: The trained model's logits of the probe.
-        stops: Ids that end a turn: generation ends there.
         allowed: The relative error of logits that passes: another token is no problem where the lead of the trained
             model's is less than four times that, as in :func:`ftcli.export.verify.compare_logits`.
     """
@@ -274,11 +271,7 @@ def compare_tokenizers(written: JsonMap, wanted: PreTrainedTokenizerBase) -> lis
 
 
 def check_stops(named: Mapping[str, Iterable[int]], stops: Iterable[int]) -> list[str]:
-    """Stop tokens that config.json or generation_config.json does not name: generation would not end there.
-
-    Args:
-        named: Those that each of the two names.
-    """
+    """Stop tokens that config.json or generation_config.json does not name: generation would not end there."""
     wanted, problems = tuple(stops), []
     for label, known in named.items():
         missing = [token for token in wanted if token not in tuple(known)]
@@ -294,7 +287,8 @@ def trained_logits(model: Any, base: ModelWeights, probe: Probe) -> tuple[Probe,
         model: Base and adapter, apart, or a full fine-tune; its ``base`` weights are read while it computes.
     """
     with computing_from(model, base.read, base.names):
-        probe = continued(model, probe, tokens_compared(elements(base)))
+        # Fewer where each one reads all the weights anew.
+        probe = continued(model, probe, NEW_TOKENS if fits(elements(base)) else STREAMED_TOKENS)
         return probe, logits(model, probe)
 
 
@@ -365,8 +359,7 @@ def compare_tensors(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -
 def open_written(folder: Path) -> StoredWeights:
     """The weights in ``folder``.
 
-    Raises:
-        FtcliError: FT741 for files that do not make the model of the folder's config.json.
+    Raises FtcliError FT741 for files that do not make the model of the folder's config.json.
     """
     try:
         config = local_config(folder)
@@ -485,11 +478,6 @@ def fits(parameters: int) -> bool:
     return free is None or 4 * parameters + 2 * parameters + _BESIDE <= free
 
 
-def tokens_compared(parameters: int) -> int:
-    """Number of tokens that a model of so many numbers generates: fewer if each one reads all the weights anew."""
-    return NEW_TOKENS if fits(parameters) else STREAMED_TOKENS
-
-
 def model_request(
     folder: Path,
     probe: Probe,
@@ -502,9 +490,7 @@ def model_request(
     """Loads ``folder`` as transformers does, in float32: whole where memory holds that, else layer by layer.
 
     Args:
-        parameters: How many numbers the model has.
         dtype: ``stored``: all weights are rounded first to the dtype that config.json names.
-        layers, names: As :class:`ReloadRequest` has them.
     """
     from_disk = not fits(parameters)
     return ReloadRequest(

@@ -24,7 +24,6 @@ from torch import Tensor, nn
 
 from ftcli.config.model import QuantizationConfig
 from ftcli.errors import FtcliError, first_line
-from ftcli.export.released import opened
 from ftcli.export.source import (
     ADAPTER_WEIGHTS,
     ExportSource,
@@ -37,8 +36,9 @@ from ftcli.export.source import (
     unusable,
     unwritten,
 )
-from ftcli.export.tensorfile import DTYPES, TensorEntry, TensorFile, finite_tensors
+from ftcli.export.tensorfile import DTYPES, TensorEntry, TensorFile, finite_tensors, opened
 from ftcli.facts.shape import shape_of
+from ftcli.model.experts import is_stack, quantized_stack, quantizes_stacks
 from ftcli.model.load import config_of
 from ftcli.model.load_quantized import require_ignorable
 from ftcli.model.pretrained import hollow, weight_files
@@ -54,7 +54,6 @@ from ftcli.model.quantized import (
 )
 from ftcli.model.renaming import Renaming
 from ftcli.model.score_head import SCORE, as_classifier
-from ftcli.model.stacks import is_stack, quantized_stack, quantizes_stacks
 from ftcli.plain import JsonMap
 from ftcli.plan.quantization import stored_method
 from ftcli.plan.released import released_form
@@ -70,7 +69,6 @@ class BaseInTraining:
     """The form of the base's linear layers in training.
 
     Attributes:
-        settings: The quantization.
         dtype: Of training's products, into which the weights were dequantized for them.
         linears: Names of the weights that it made of full-precision ones; empty where the files are quantized.
         reader: What reads quantized files.
@@ -152,8 +150,7 @@ def base_in_training(source: ExportSource, config: PretrainedConfig, model: PreT
     Args:
         config: The base's, ``model``: the same without memory.
 
-    Raises:
-        FtcliError: FT740 for ``export.base: original`` where the files themselves are quantized.
+    Raises FtcliError FT740 for ``export.base: original`` where the files themselves are quantized.
     """
     raw: JsonMap = config.to_dict()
     settings, original = source.quantization, source.settings.base == "original"
@@ -209,7 +206,6 @@ class StoredTensors:
         keys, files: What the files call each, and which file it is in.
         roles: Of parts, the pattern of the rule that joins them; of packed ones, the part that each is; else empty.
         names: What the model calls what they make; empty for what it has no place for, and may ignore.
-        shapes: Of what they make.
         packed: They are a quantized weight and what turns it back.
     """
 
@@ -231,20 +227,17 @@ class StoredWeights:
 
     Attributes:
         stored: All that is in them, in their order.
-        names: Of the model's tensors that are stored.
         in_training: How training held the weights of the linear layers; None: as they are stored.
         ties: For a parameter that is another one in the model, and not stored, the name of that one.
 
     Args:
-        files: The model's.
         model: Without memory (``ftcli.model.pretrained.hollow``).
         other_head: The layer that the model has in place of the files' head, which is passed over.
         rows: How many rows some weights are taken to have: zeros are added to the files', or the last left out.
         stated: What config.json says, of files that may be in a form that is read into full precision.
         dtype: Of what is read of such a form.
 
-    Raises:
-        FtcliError: FT323 for files that are damaged, or do not make this model.
+    Raises FtcliError FT323 for files that are damaged, or do not make this model.
     """
 
     def __init__(
@@ -338,8 +331,7 @@ class StoredWeights:
     def read(self, name: str) -> Tensor:
         """A tensor as training held it: as it is stored, or the numbers that its quantized form stands for.
 
-        Raises:
-            FtcliError: FT323 for numbers that cannot be quantized, or a file that has changed meanwhile.
+        Raises FtcliError FT323 for numbers that cannot be quantized, or a file that has changed meanwhile.
         """
         asked, name = name, self.ties.get(name, name)
         found = self._by_name[name]
@@ -390,8 +382,6 @@ class MergedWeights:
     Tied embeddings of which one side was adapted are two tensors.
 
     Attributes:
-        base: The base's own.
-        changes: What the adapter does to each weight.
         untied: Tensors that the base has no file for, since they were another one.
     """
 
@@ -427,8 +417,7 @@ def ends(model: PreTrainedModel) -> tuple[str, str]:
 def source_weights(source: ExportSource) -> tuple[StoredWeights, None] | tuple[MergedWeights, PeftModel]:
     """The weights to export, read tensor by tensor; and the adapter on its base, whose weights are not read yet.
 
-    Raises:
-        FtcliError: FT323 when the weights are not there, FT742 when the adapter is damaged or does not fit.
+    Raises FtcliError FT323 when the weights are not there, FT742 when the adapter is damaged or does not fit.
     """
     base = base_weights(source)
     if source.kind == "model":
@@ -440,9 +429,8 @@ def source_weights(source: ExportSource) -> tuple[StoredWeights, None] | tuple[M
 def base_weights(source: ExportSource) -> StoredWeights:
     """The weights that an adapter belongs to, as training held them; those of a full fine-tune themselves.
 
-    Raises:
-        FtcliError: FT323 when they are not there or damaged, FT740 for `export.base: original` where there is nothing
-            but quantized weights.
+    Raises FtcliError FT323 when they are not there or damaged, FT740 for `export.base: original` where there is nothing
+    but quantized weights.
     """
     config = source_config(source)
     if source.kind == "model":
@@ -540,11 +528,7 @@ def updates(
 ) -> dict[str, WeightUpdate]:
     """The change of each weight by the adapter, by the weight's name in the base model.
 
-    Args:
-        placed: What :func:`places` says of the adapter on its model.
-
-    Raises:
-        ValueError: the file holds a tensor that neither LoRA nor DoRA has.
+    Raises ValueError: the file holds a tensor that neither LoRA nor DoRA has.
     """
     found: dict[str, WeightUpdate] = {}
     for key, tensor in tensors.items():

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
 
 from safetensors import SafetensorError
 
@@ -54,18 +53,10 @@ from ftcli.run.integrity import hold_result, result_files
 from ftcli.run.report.card import write_card
 from ftcli.tables import code_of, exports
 
-
-class WriteFormat(Protocol):
-    """The code of a format's row in :mod:`ftcli.tables.exports`."""
-
-    def __call__(self, source: ExportSource, folder: Path, say: Callable[[str], None]) -> Verified:
-        """Writes ``source`` into the empty ``folder``, loads it again and compares; ``say`` is told what takes time.
-
-        Raises:
-            FtcliError: FT741 when what was written is not what it should be, FT742 when the source is damaged.
-            OSError: it cannot be written.
-        """
-        ...
+#: The code of a format's row in :mod:`ftcli.tables.exports`: writes a source into an empty folder, loads it again and
+#: compares; the last argument is told what takes time. Raises FtcliError FT741 where what was written is not what it
+#: should be, FT742 where the source is damaged, OSError where nothing can be written.
+WriteFormat = Callable[[ExportSource, Path, Callable[[str], None]], Verified]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +64,6 @@ class ExportResult:
     """One verified export.
 
     Attributes:
-        format: Its name in ``export.formats``.
-        path: Its folder.
-        bytes: Size of its files.
         verification: What was compared and what came out, as in ``ftcli_export.json``.
     """
 
@@ -111,20 +99,16 @@ def export_run(
         source: A run directory, or a folder with a PEFT adapter.
         formats: Names from :mod:`ftcli.tables.exports`. A format that needs an adapter is skipped for a full
             fine-tune, with a warning (FT745) only, since such a format is among the defaults.
-        reporter: Told what is being done, and the warnings.
-        offline: Download nothing.
         checkpoint: Of a run, a folder with other weights than its result; they go below
             ``<run>/export/step-…``.
         settings: What is asked of the formats; the defaults when None.
         force: Replace what an earlier export of something else, or otherwise, has left.
-        verify: Hold what is written against what was trained.
         destination: ``<run>/export`` when None (beside an adapter: ``<adapter>-export``).
 
-    Raises:
-        FtcliError: FT740 nothing to export, FT741 verification failed (exit 1, nothing is left), FT742 the source
-            is damaged, FT743 the destination holds something else, or an export of something else and not ``force``,
-            FT747 and FT748 for merges that cannot be made, FT723 or FT724 when it cannot be written: FT724 before
-            anything is, where the disk has too little room for all that is asked for.
+    Raises FtcliError FT740 nothing to export, FT741 verification failed (exit 1, nothing is left), FT742 the source is
+    damaged, FT743 the destination holds something else, or an export of something else and not ``force``, FT747 and
+    FT748 for merges that cannot be made, FT723 or FT724 when it cannot be written: FT724 before anything is, where the
+    disk has too little room for all that is asked for.
     """
     found = resolve_source(source, destination, checkpoint)
     for finding in hold_result(source) if isinstance(source, RunDirectory) and checkpoint is None else ():
@@ -138,8 +122,7 @@ def export_run(
     if skipped and len(skipped) == len(formats):
         reason = f"there is nothing to export in {found.folder.parent}: a full fine-tune has no adapter"
         raise _unfit(reason, exports.names(needs_adapter=False))
-    _require_rounded(found, formats)
-    _require_scores(found, formats)
+    _require_fit(found, formats)
     wanted = [name for name in dict.fromkeys(formats) if name not in skipped]
     unchanged = {} if force else {name: _unchanged(found, name, reporter) for name in wanted}
     made = [name for name in wanted if unchanged.get(name) is None]
@@ -302,21 +285,16 @@ def _record(source: ExportSource, name: str, verification: Verified) -> JsonObje
     }
 
 
-def _require_rounded(source: ExportSource, formats: Sequence[str]) -> None:
-    """FT740 for formats that would hold masters as plain weights."""
+def _require_fit(source: ExportSource, formats: Sequence[str]) -> None:
+    """FT740 for formats that would hold masters as plain weights, or cannot hold what scores rows."""
+    place = source.folder.parent
     unfit = [name for name in formats if not exports.row(name).masters]
     if source.kind == "model" and unfit and stores_ternary_masters(local_config(source.folder).to_dict()):
-        reason = (
-            f"{source.folder.parent} was trained with ternary weights; {unfit[0]} would store their float32 masters "
-        )
+        reason = f"{place} was trained with ternary weights; {unfit[0]} would store their float32 masters "
         raise _unfit(f"{reason}as ordinary weights", exports.of_masters())
-
-
-def _require_scores(source: ExportSource, formats: Sequence[str]) -> None:
-    """FT740 for formats that cannot hold what scores rows."""
     unfit = [name for name in formats if not exports.row(name).scores]
     if source.classifier and unfit:
-        reason = f"{source.folder.parent} holds a reward model, which {unfit[0]} has no place for"
+        reason = f"{place} holds a reward model, which {unfit[0]} has no place for"
         raise _unfit(reason, [name for name, row in exports.TABLE.items() if row.scores])
 
 
@@ -331,8 +309,7 @@ def push(results: Sequence[ExportResult], repo: str) -> str:
     Returns:
         The repository's address.
 
-    Raises:
-        FtcliError: FT755 (exit 2) for one that was not verified, (exit 3) when the Hub refuses or cannot be reached.
+    Raises FtcliError FT755 (exit 2) for one that was not verified, (exit 3) when the Hub refuses or cannot be reached.
     """
     from huggingface_hub import HfApi
 

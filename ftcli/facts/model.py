@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -300,14 +301,19 @@ def _require_finite(text: JsonMap, found: ConfigSource, origin: Origin | None) -
 
 
 def _require_counts(text: JsonMap, found: ConfigSource, origin: Origin | None) -> None:
-    """Raises FtcliError FT305 for no positions, and for more layers for further tokens than can be, of which
-    transformers' configs make lists.
+    """Raises FtcliError FT305 for no positions, for whole numbers beyond every float, and for more layers for further
+    tokens than can be, of which transformers' configs make lists.
     """
     positions = text.get("n_positions")  # of families that learn them: a row for each
     if isinstance(positions, int) and positions < 1:
         message = f"{found.folder / 'config.json'}: n_positions is {positions}, not a positive whole number"
         raise preflight_error("FT305", message, origin, help=RESTORE)
     for key, value in text.items():
+        if isinstance(value, int) and abs(value) > sys.float_info.max:
+            message = (
+                f"{found.folder / 'config.json'}: {key} has {value.bit_length():,} bits, more than any number here"
+            )
+            raise preflight_error("FT305", message, origin, help=RESTORE)
         if ("nextn" in key or "mtp" in key) and isinstance(value, int) and abs(value) > _MOST_FURTHER:
             message = f"{found.folder / 'config.json'}: {key} is {value:,}, more than the {_MOST_FURTHER:,} that can be"
             raise preflight_error("FT305", message, origin, help=RESTORE)

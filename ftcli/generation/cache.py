@@ -3,7 +3,7 @@ the states of delta nets; which of them are free; and what the layers of one cal
 
 Pages and slots are counted on the host alone: lengths are known there without asking the device. A call reaches each
 layer as the keyword argument ``cached`` (:class:`ftcli.model.attention.AttentionCache`,
-:class:`ftcli.model.latent_layer.LatentCache` and :class:`ftcli.model.delta_layer.StateCache`); no module holds it.
+:class:`ftcli.model.layers.LatentCache` and :class:`ftcli.model.layers.StateCache`); no module holds it.
 """
 
 from __future__ import annotations
@@ -215,14 +215,14 @@ class Prefill:
     def attend_latents(
         self, layer: int, latents: Tensor, query: Callable[[], Tensor], *, width: int, scaling: float
     ) -> None:
-        """Keeps latents (:class:`ftcli.model.latent_layer.LatentCache`); attention is left to the caller."""
+        """Keeps latents (:class:`ftcli.model.layers.LatentCache`); attention is left to the caller."""
         pool = self.cache.latents(layer)
         pool[self.page, self.spot] = latents[0].to(pool.dtype)
 
     def mix(
         self, layer: int, joined: Tensor, weights: NetWeights, sizes: NetSizes, *, backend: BackendName = "auto"
     ) -> Tensor:
-        """A delta net (:class:`ftcli.model.delta_layer.StateCache`); the states after each prompt are kept."""
+        """A delta net (:class:`ftcli.model.layers.StateCache`); the states after each prompt are kept."""
         prompts, pools = _given(self.prompts), self.cache.states(layer)
         starts, ends = prompts.starts, prompts.ends
         parts = parts_of(joined, sizes)
@@ -276,7 +276,7 @@ class Decode:
     def attend_latents(
         self, layer: int, latents: Tensor, query: Callable[[], Tensor], *, width: int, scaling: float
     ) -> Tensor:
-        """Latents weighted by each head, (B, heads, width) (:class:`ftcli.model.latent_layer.LatentCache`)."""
+        """Latents weighted by each head, (B, heads, width) (:class:`ftcli.model.layers.LatentCache`)."""
         pool = self.cache.latents(layer)
         return decode_latents(
             query().to(pool.dtype), latents[:, 0].to(pool.dtype), pool, self.table, self.lengths, width=width,
@@ -286,7 +286,7 @@ class Decode:
     def mix(
         self, layer: int, joined: Tensor, weights: NetWeights, sizes: NetSizes, *, backend: BackendName = "auto"
     ) -> Tensor:
-        """A delta net (:class:`ftcli.model.delta_layer.StateCache`): the state of each row goes on by its token."""
+        """A delta net (:class:`ftcli.model.layers.StateCache`): the state of each row goes on by its token."""
         slots, pools = _given(self.slots), self.cache.states(layer)
         parts = parts_of(joined[:, 0], sizes)
         filtered = conv_step(parts.mixed, weights.filter, weights.filter_bias, pools.inputs, slots, backend=backend)

@@ -18,8 +18,16 @@ from torch import Tensor
 
 from ftcli.facts.generation import PREFILL_TOKENS, EngineLayout, pages_of
 from ftcli.generation.cache import Cache, PagePool, SlotPool
-from ftcli.generation.decoding import DecodeBatch, DecodingRow, Stepper, why_no_graphs
-from ftcli.generation.forward import Forward, PlacedPrompt, cache_dtype, kept_shape
+from ftcli.generation.decoding import (
+    DecodeBatch,
+    DecodingRow,
+    Forward,
+    PlacedPrompt,
+    Stepper,
+    cache_dtype,
+    kept_shape,
+    why_no_graphs,
+)
 from ftcli.generation.requests import (
     Completion,
     GenerationRequest,
@@ -28,9 +36,10 @@ from ftcli.generation.requests import (
     StopConditions,
     StopReason,
     Token,
+    Turns,
     collected,
+    in_rounds,
 )
-from ftcli.generation.turns import Turns, in_rounds
 from ftcli.plan.precision import DtypePlan
 
 #: New rows enter when one in so many places is free, so that several prompts are computed together.

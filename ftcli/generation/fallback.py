@@ -28,9 +28,10 @@ from ftcli.generation.requests import (
     StopConditions,
     StopReason,
     Token,
+    Turns,
     collected,
+    in_rounds,
 )
-from ftcli.generation.turns import Turns, in_rounds
 from ftcli.model.backbone import compute_context
 from ftcli.plan.precision import DtypePlan
 

@@ -178,9 +178,8 @@ def validator_of(json_schema: str | JsonObject) -> Validator:
 
     References lead to the schema itself or to the drafts' own; nothing is fetched.
 
-    Raises:
-        NoSchema: there is no such file; it is no JSON; no schema by its draft; a reference leads elsewhere, or in
-            circles.
+    Raises NoSchema: there is no such file; it is no JSON; no schema by its draft; a reference leads elsewhere, or in
+    circles.
     """
     from jsonschema import exceptions, validators
     from jsonschema_specifications import REGISTRY

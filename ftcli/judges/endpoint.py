@@ -67,8 +67,7 @@ class LlmJudge:
     Args:
         extract: An expression whose first group is the number; absent: the last number of the reply.
 
-    Raises:
-        FtcliError: FT470 (exit 2) where the variable that has the key is not set.
+    Raises FtcliError FT470 (exit 2) where the variable that has the key is not set.
     """
 
     def __init__(self, endpoint: EndpointConfig, access: JudgeAccess, extract: str | None = None) -> None:

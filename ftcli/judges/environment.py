@@ -85,7 +85,7 @@ class EnvironmentInstance:
         began = time.monotonic()
         asked = list(calls)
         try:
-            said = [ToolResult(name, text, failed) for (name, _), (text, failed) in zip(
+            said = [ToolResult(name, _unicode(text), failed) for (name, _), (text, failed) in zip(
                 asked, self._there_asked("call", asked)["results"], strict=True
             )]  # fmt: skip
             self._called.append(asked)
@@ -100,6 +100,8 @@ class EnvironmentInstance:
         """The environment's own."""
         try:
             answer = self._there_asked("reward")
+            if "shape" in answer:
+                return FailedJudgement("returned a list, where a number up to 1e12 in size or None was expected,")
             if answer.get("bad"):
                 return FailedJudgement(f"{answer['bad']['0']}, where a number up to 1e12 in size or None was expected,")
             score: float | None = answer["scores"][0]
@@ -120,7 +122,7 @@ class EnvironmentInstance:
         said: str | None = self._asked("reset", dict(self._row or {}))["said"]
         for calls in self._called:
             self._asked("call", calls)
-        return said
+        return None if said is None else _unicode(said)
 
     def _there_asked(self, what: str, *given: Any) -> JsonObject:
         """Asks the instance as it was left; once more, where its process has ended meanwhile."""
@@ -136,12 +138,17 @@ class EnvironmentInstance:
         answer = self.worker.do(what, *given, seconds=seconds or self.seconds)
         if "raised" in answer:
             raise Broken(answer["raised"])
-        if not ({"environment", "schemas", "said", "results", "scores"} & answer.keys()):
+        if not ({"environment", "schemas", "said", "results", "scores", "shape"} & answer.keys()):
             raise Broken("gave an answer that is not its own")
         return answer
 
     def _failed(self, calls: Sequence[Call], why: str) -> list[ToolResult]:
-        return [ToolResult(name, str({"error": why}), failed=True) for name, _ in calls]
+        return [ToolResult(name, _unicode(str({"error": why})), failed=True) for name, _ in calls]
+
+
+def _unicode(text: str) -> str:
+    """The text with a replacement character for each half of a surrogate pair, which no tokenizer takes."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def _cut(result: ToolResult, most: int) -> ToolResult:
@@ -155,8 +162,7 @@ def _cut(result: ToolResult, most: int) -> ToolResult:
 class EnvironmentPool:
     """The instances of a run, which begin one rollout after the other.
 
-    Raises:
-        FtcliError: FT472 (exit 4) where the environment cannot be made.
+    Raises FtcliError FT472 (exit 4) where the environment cannot be made.
     """
 
     def __init__(self, spec: str, seconds: float) -> None:
@@ -179,29 +185,28 @@ class EnvironmentPool:
         Args:
             rollouts: What messages call each of them.
 
-        Raises:
-            FtcliError: FT472 (exit 4) where one fails.
+        Raises FtcliError FT472 (exit 4) where one fails.
         """
         instances = self._grown(len(rows))
         began = [self._threads.submit(one.reset, row) for one, row in zip(instances, rows, strict=True)]
-        said = []
+        said: list[str | None] = []
+        help = "call its reset yourself with the columns of that row, which it gets by name (`def reset(self, **row)`)"
         for which, one in zip(rollouts, began, strict=True):
             try:
                 said.append(one.result())
             except CallTimedOut as error:
-                raise self.failure(f"was not reset within {self._seconds:g} seconds for {which}") from error
+                raise self.failure(f"was not reset within {self._seconds:g} seconds for {which}", help) from error
             except (Broken, WorkerGone) as error:
-                raise self.failure(f"{error} in reset, for {which}") from error
+                raise self.failure(f"{error} in reset, for {which}", help) from error
         return instances, said
 
     def submit(self, work: Any, *given: Any) -> Future[Any]:
         """Work that waits for an instance, beside everything else."""
         return self._threads.submit(work, *given)
 
-    def failure(self, why: str) -> FtcliError:
+    def failure(self, why: str, help: str = "make an instance in Python yourself, and fix what it says") -> FtcliError:
         """An error that ends the run."""
         message = f"the environment {self._spec} {why}"
-        help = "call its methods yourself with the row that is named, and fix what they say"
         return FtcliError.single("FT472", message, exit_code=ExitCode.DATA, origin=Origin(self._spec), help=help)
 
     def _grown(self, count: int) -> list[EnvironmentInstance]:

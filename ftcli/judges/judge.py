@@ -68,8 +68,7 @@ class UserFunction:
         Where it fails on all of them together, each is tried alone, and those that do not fail are judged again
         together: a function may compare completions with each other.
 
-        Raises:
-            FtcliError: ``code`` (exit 4) when it returns anything else than a list of so many values.
+        Raises FtcliError: ``code`` (exit 4) when it returns anything else than a list of so many values.
         """
         count = len(batch.completions)
         together = self._call(batch, self.timeout)
@@ -207,11 +206,8 @@ class Judge:
     measured: Callable[[], Mapping[str, float]] = dict
 
     def scores(self, batch: CompletionBatch) -> JudgeScores:
-        """One number for each completion.
-
-        Raises:
-            FtcliError: FT455 for rewards, FT765 for tasks (exit 4), where completions cannot be judged and
-                ``on_error`` is ``stop``, or a function returns no list of as many numbers.
+        """One number for each completion. Raises FtcliError FT455 for rewards, FT765 for tasks (exit 4), where
+        completions cannot be judged and ``on_error`` is ``stop``, or a function returns no list of as many numbers.
         """
         verdicts = self.ask(batch)
         failed = tuple(place for place, verdict in enumerate(verdicts) if isinstance(verdict, FailedJudgement))

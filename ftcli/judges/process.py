@@ -104,14 +104,21 @@ class Worker:
     def loaded(self) -> JsonObject:
         """Waits for the file. Empty, or why there is no function: ``raised`` or ``has``.
 
-        Raises:
-            CallTimedOut, WorkerGone: as :meth:`answer`.
+        Raises CallTimedOut, WorkerGone as :meth:`answer`.
         """
         if not self._end.alive:
             self._start()
         if self._loaded is None:
             self._loaded = self.answer(LOAD_SECONDS)
         return self._loaded
+
+    def _require_loaded(self) -> None:
+        found = self.loaded()
+        if found:
+            there = ", ".join(found.get("has", ())) or "none"
+            raise WorkerGone(
+                f"cannot be loaded: it {found.get('raised', f'is no class or function; the file has: {there}')}"
+            )
 
     def ask(
         self,
@@ -130,23 +137,17 @@ class Worker:
             seconds: What the process has to take the call.
             alarm: Seconds after which a call is ended from within, where code in C does not hold that up.
 
-        Raises:
-            CallTimedOut, WorkerGone: the file cannot be loaded again.
+        Raises CallTimedOut, WorkerGone: the file cannot be loaded, or not again.
         """
-        if self.loaded():
-            raise WorkerGone("cannot be loaded a second time")
+        self._require_loaded()
         call = {"arguments": dict(arguments), "count": count, "alarm": alarm, "offered": tuple(offered)}
         self._send(call, seconds)
 
     def do(self, what: str, *given: Any, seconds: float) -> JsonObject:
-        """Has the environment do something, and waits for what comes of it.
-
-        Raises:
-            CallTimedOut: it took longer than that; the process was killed.
-            WorkerGone: the process ended, or cannot be loaded again.
+        """Has the environment do something, and waits for what comes of it. Raises CallTimedOut: it took longer than
+        that; the process was killed; WorkerGone: the process ended, or the file cannot be loaded.
         """
-        if self.loaded():
-            raise WorkerGone("cannot be loaded a second time")
+        self._require_loaded()
         end = time.monotonic() + seconds
         self._send({"do": what, "given": given}, seconds)
         return self.answer(end - time.monotonic())
@@ -154,9 +155,7 @@ class Worker:
     def answer(self, seconds: float) -> JsonObject:
         """Waits for what the process answers to the last call.
 
-        Raises:
-            CallTimedOut: it took longer than that.
-            WorkerGone: the process ended.
+        Raises CallTimedOut: it took longer than that; WorkerGone: the process ended.
         """
         end = time.monotonic() + max(seconds, 0.0)
         try:

@@ -25,8 +25,7 @@ def reward_model(model: str) -> Callable[[CompletionBatch], list[Verdict]]:
     A prompt of messages is rendered with the answer by the model's own chat template. Text is scored as it stands, with
     the end-of-sequence token after it.
 
-    Raises:
-        FtcliError: FT469 (exit 2) for a folder that holds no such model.
+    Raises FtcliError FT469 (exit 2) for a folder that holds no such model.
     """
     folder = classifier_folder(model)
     loaded: list[_Classifier] = []

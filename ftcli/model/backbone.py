@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
-from ftkernels.linear_cross_entropy import TrainedRows
-from ftkernels.tied_embedding import HeadGradient, tied_embedding
+from ftkernels.linear_cross_entropy import HeadGradient, TrainedRows, tied_embedding
 from torch import Tensor, nn
 
 from ftcli.model import attention

@@ -29,9 +29,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.facts.layers import SHARED_INPUTS
 from ftcli.model.backbone import base_of, decoder_layers, set_root
+from ftcli.model.experts import QuantizedStack, StackParts, hide_stacks, part_stacks
 from ftcli.model.quantized import QuantizedLinear, as_shardable
 from ftcli.model.shards import as_dtensor
-from ftcli.model.stacks import QuantizedStack, StackParts, hide_stacks, part_stacks
 from ftcli.plan.precision import DtypePlan
 from ftcli.tables import engines
 from ftcli.tables.architecture import LAYER_INPUT

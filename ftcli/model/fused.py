@@ -15,22 +15,19 @@ from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
-from ftkernels.adapter_packs import AdapterPacks
 from ftkernels.attention import KeptOutput
 from ftkernels.device import without_autocast
 from ftkernels.experts import ExpertPacks, ExpertStack, empty_packs, pack_experts
-from ftkernels.lora_gated_qkv import lora_gated_qkv
 from ftkernels.lora_linear import lora_linear
 from ftkernels.lora_mlp import ResidualMode, lora_mlp
-from ftkernels.lora_qkv import lora_qkv
+from ftkernels.lora_qkv import lora_gated_qkv, lora_qkv
 from ftkernels.output_gate import output_gate
-from ftkernels.projection import FrozenWeight, Norm, Packed, Projection
+from ftkernels.projection import AdapterPacks, FrozenWeight, Norm, Packed, Projection, WeightCopies
 from ftkernels.rms_norm import rms_norm, rms_norm_add
 from ftkernels.side_stream import DeferredStream
-from ftkernels.weight_copies import WeightCopies
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -194,7 +191,7 @@ class FusedDecoderLayer(GradientCheckpointingLayer):  # type: ignore[misc]
     """One decoder layer: QKV with norm and rotation, attention, output with residual, MLP with norm and residual.
 
     ``selective``, ``offload`` and ``offloaded`` are set by :mod:`ftcli.model.gradient_checkpointing`, ``stack`` by
-    :mod:`ftcli.model.cuda_graphs`, ``packs``, the adapters packed already, by :mod:`ftcli.generation.forward`.
+    :mod:`ftcli.model.cuda_graphs`, ``packs``, the adapters packed already, by :mod:`ftcli.generation.decoding`.
 
     Args:
         shape: Of the model; ``described``: this layer in it.
@@ -644,12 +641,6 @@ class StackCall:
     layer_calls: tuple[LayerCall, ...]
 
 
-class Runner(Protocol):
-    """Runs a call of a stack: :class:`ftcli.model.cuda_graphs.GraphRunner`."""
-
-    def __call__(self, call: StackCall) -> Tensor: ...
-
-
 class DecoderStack:
     """The fused layers of one model, in order.
 
@@ -675,7 +666,8 @@ class DecoderStack:
             for pairs in self._experts
         ]
         self._packs = LayerPacks.of_layers(found, prepared) or [UNPACKED] * len(self.layers)
-        self.runner: Runner | None = None
+        #: :class:`ftcli.model.cuda_graphs.GraphRunner`, where there are graphs.
+        self.runner: Callable[[StackCall], Tensor] | None = None
         self.drops = any(layer.drops for layer in self.layers)
         self._layer_calls: list[LayerCall] | None = None
         self._rotations: dict[int, tuple[Any, Rotation]] = {}

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ftcli.config.model import ModelConfig, QuantizationConfig
+from ftcli.empty_weights import model_class
 from ftcli.errors import ExitCode, FtcliError, first_line
 from ftcli.facts.config_file import hub_errors
 from ftcli.facts.model import ModelFacts
@@ -21,7 +22,6 @@ from ftcli.model.pretrained import (
     hollow,
     impossible,
     load_whole,
-    model_class,
     read_config,
     usable_attention,
 )

@@ -25,6 +25,7 @@ from ftcli.errors import ExitCode, FtcliError, first_line
 from ftcli.facts.weights import inspect_weights
 from ftcli.gguf import ReadFile, from_file, heads_of, names_of, require_gguf_package
 from ftcli.model.backbone import decoder_layers
+from ftcli.model.experts import is_stack, quantized_stack, quantizes_stacks
 from ftcli.model.fsdp import UNSHARDED_LAYERS, RankShards, has_shards_only, keep_shards
 from ftcli.model.pretrained import COMPUTED, hollow, weight_files
 from ftcli.model.quantized import (
@@ -43,7 +44,6 @@ from ftcli.model.quantized import (
 )
 from ftcli.model.released import form_of, grouped, read_group
 from ftcli.model.renaming import Renaming
-from ftcli.model.stacks import is_stack, quantized_stack, quantizes_stacks
 from ftcli.plain import JsonMap
 from ftcli.tables import code_of, quantizations
 from ftcli.tables.gguf import architecture_of

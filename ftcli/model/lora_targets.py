@@ -400,9 +400,9 @@ def _no_such_layer(model: PreTrainedModel, target: str, names: Sequence[str]) ->
         return FtcliError([head_finding(target)], ExitCode.PREFLIGHT)
     leaves = list(dict.fromkeys(name.rpartition(".")[2] for name in names))
     close = get_close_matches(target, leaves, 1)
-    listed = f"the language model of this {model.config.model_type} has: {', '.join(leaves)}"
+    listed = f"the parts of this {model.config.model_type} that are trained have: {', '.join(leaves)}"
     return FtcliError.single(
         "FT311",
-        f"lora.target_modules: no linear layer of the language model is named {target}",
+        f"lora.target_modules: no linear layer of a part that is trained is named {target}",
         help=f"did you mean {close[0]}? {listed}" if close else f"use all-linear; {listed}",
     )

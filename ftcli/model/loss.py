@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel
 
-    from ftcli.model.balance import RouterBalance
     from ftcli.model.fused import DecoderStack
+    from ftcli.model.routing import RouterBalance
     from ftcli.model.sequence_parallel import SequencePart
 
 

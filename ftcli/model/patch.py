@@ -23,12 +23,10 @@ from ftcli.facts.model import activation_of
 from ftcli.facts.shape import ModelShape, shape_of
 from ftcli.model import attention
 from ftcli.model.backbone import base_of, decoder_layers
-from ftcli.model.delta_layer import FusedDeltaLayer
 from ftcli.model.experts import why_not_experts
 from ftcli.model.fsdp import JoinedLinear
 from ftcli.model.fused import FusedDecoderLayer, FusedNorm
-from ftcli.model.gemma4_layer import FusedGemma4Layer
-from ftcli.model.latent_layer import FusedLatentLayer
+from ftcli.model.layers import FusedDeltaLayer, FusedGemma4Layer, FusedLatentLayer
 from ftcli.model.quantized import DequantizedLinear, QuantizedLinear, check_weights
 from ftcli.plan.execution import DORA, TRAINED_WHOLE, LayerChoice, choose_layers
 from ftcli.tables.architecture import Family, Groups

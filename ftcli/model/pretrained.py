@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ftcli.empty_weights import Undrawn
+from ftcli.empty_weights import Undrawn, model_class
 from ftcli.errors import FtcliError, first_line
 from ftcli.facts.weights import WEIGHTS_INDEX
 from ftcli.plain import JsonMap
@@ -37,24 +37,6 @@ IMPOSSIBLE = (
 #: What a config.json may ask for beside a model's answer, or in its place: nothing here reads it, it takes memory, and
 #: SDPA has none; and without names the answer is a tuple.
 ANSWER_ALONE = MappingProxyType({"output_attentions": False, "output_hidden_states": False, "return_dict": True})
-
-
-def model_class(config: PretrainedConfig) -> Any:
-    """transformers' auto class for text generation with the whole model; for a config that says it is of a sequence
-    classifier (:func:`ftcli.model.score_head.as_classifier`), the one for that.
-
-    A model that also takes images has its language model's config inside its own. ``AutoModelForCausalLM`` would build
-    some of those without their other parts.
-    """
-    from transformers import (
-        AutoModelForCausalLM,
-        AutoModelForImageTextToText,
-        AutoModelForSequenceClassification,
-    )
-
-    if any(name.endswith("ForSequenceClassification") for name in config.architectures or ()):
-        return AutoModelForSequenceClassification
-    return AutoModelForCausalLM if config.get_text_config() is config else AutoModelForImageTextToText
 
 
 def hollow(config: PretrainedConfig, **options: Any) -> PreTrainedModel:

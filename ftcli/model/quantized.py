@@ -315,7 +315,7 @@ def has_coarse_products(model: nn.Module) -> bool:
 
 
 def quantized_layers(model: nn.Module) -> list[QuantizedLayer]:
-    """Every quantized linear layer. Stacks of experts: :func:`ftcli.model.stacks.quantized_stacks`."""
+    """Every quantized linear layer. Stacks of experts: :func:`ftcli.model.experts.quantized_stacks`."""
     return [
         QuantizedLayer(
             module.layer_name,
@@ -348,30 +348,6 @@ def check_weights(model: nn.Module) -> None:
                 exit_code=ExitCode.BUG,
                 help="load the model through `quantization.method`, or name it in bfloat16",
             )
-
-
-class QuantizeLinear(Protocol):
-    """``quantize`` of a row of :mod:`ftcli.tables.quantizations`."""
-
-    def __call__(self, linear: nn.Linear, settings: QuantizationConfig, name: str) -> QuantizedLinear:
-        """The layer with its weight (O, I) quantized, on the device where it is; the bias is shared.
-
-        Raises:
-            FtcliError: FT323 when the weight holds NaN or infinity.
-        """
-        ...
-
-
-class TrainQuantized(Protocol):
-    """``training.layer`` of a row of :mod:`ftcli.tables.quantizations`."""
-
-    def __call__(self, linear: nn.Linear, settings: QuantizationConfig, name: str) -> nn.Linear:
-        """The layer with master weights in float32, made of ``linear``'s (O, I), on its device; the bias is shared.
-
-        Raises:
-            FtcliError: FT323 when the weight holds NaN or infinity.
-        """
-        ...
 
 
 class PackedReader(Protocol):
@@ -460,12 +436,12 @@ def quantize_linear(linear: nn.Linear, settings: QuantizationConfig, name: str, 
     """
     method = quantizations.row(settings.method)
     if trained and method.training is not None:
-        train: TrainQuantized = code_of(method.training.layer)
-        return train(linear, settings, name)
+        trained_layer: nn.Linear = code_of(method.training.layer)(linear, settings, name)
+        return trained_layer
     if method.quantize is None:
         raise ValueError(f"quantization.method {settings.method} does not quantize linear layers")
-    quantize: QuantizeLinear = code_of(method.quantize)
-    return quantize(linear, settings, name)
+    layer: QuantizedLinear = code_of(method.quantize)(linear, settings, name)
+    return layer
 
 
 def stores_packed(config: JsonMap, settings: QuantizationConfig) -> bool:

@@ -187,9 +187,7 @@ def _of_rounding(layer: nn.Module, call: _Call, tolerance: Tolerance) -> Toleran
     wanted, chance = _layer_pass(layer, call, call), torch.Generator().manual_seed(0)
     found = []
     for _ in range(_DRAWS):
-        signs = torch.randint(2, call.hidden.shape, generator=chance).mul_(2).sub_(1)
-        last_place = torch.finfo(call.hidden.dtype).eps * signs.to(call.hidden.device)
-        shaken = (call.hidden.float() * (1.0 + last_place)).to(call.hidden.dtype)
+        shaken = _shaken(call.hidden, call.hidden.dtype, chance)
         found.append(_compare("", _layer_pass(layer, replace(call, hidden=shaken), call), wanted))
     output, gradient = max(each.output for each in found), max(each.gradient for each in found)
     return Tolerance(
@@ -299,16 +297,18 @@ def relative_difference(found: Tensor, wanted: Tensor) -> float:
     return float((found - wanted).norm() / wanted.norm().clamp(min=1e-12))
 
 
+def _shaken(states: Tensor, dtype: torch.dtype, chance: torch.Generator) -> Tensor:
+    """Each number off by a last place of ``dtype``."""
+    signs = torch.randint(2, states.shape, generator=chance).mul_(2).sub_(1).to(states.device)
+    return (states.float() * (1.0 + torch.finfo(dtype).eps * signs)).to(states.dtype)
+
+
 @contextmanager
 def rounded_otherwise(model: Model, dtype: torch.dtype) -> Iterator[None]:
     """A block in which each number of the embeddings is off by a last place of ``dtype``, up or down by chance."""
-    chance, last_place = torch.Generator().manual_seed(0), torch.finfo(dtype).eps
-
-    def shaken(_module: nn.Module, _inputs: Any, states: Tensor) -> Tensor:
-        signs = torch.randint(2, states.shape, generator=chance).mul_(2).sub_(1).to(states.device)
-        return (states.float() * (1.0 + last_place * signs)).to(states.dtype)
-
-    hook = base_of(model).get_input_embeddings().register_forward_hook(shaken)
+    chance = torch.Generator().manual_seed(0)
+    embedding = base_of(model).get_input_embeddings()
+    hook = embedding.register_forward_hook(lambda _module, _inputs, states: _shaken(states, dtype, chance))
     try:
         yield
     finally:
@@ -378,7 +378,7 @@ def check_head(model: PreTrainedModel, input_ids: Sequence[int], plan: DtypePlan
         model.train()
     if not bool(torch.isfinite(wanted).all()):
         return 0.0  # a broken model is not a matter of its head: training and evaluation name it
-    difference = float((found - wanted).norm() / wanted.norm().clamp(min=1e-12))
+    difference = relative_difference(found, wanted)
     if not difference <= _ALLOWED[plan.compute]:  # NaN fails, too
         said = f"its own logits and those of the loss differ by {difference:.2g} (relative, on one row)"
         raise _head_differs(model, said)

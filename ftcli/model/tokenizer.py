@@ -51,12 +51,15 @@ def _add(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str]) -> None:
     """Gives the tokenizer new tokens. Raises FtcliError FT352 (exit 3) for one that it has, or cannot add."""
     from transformers import AddedToken
 
-    known = set(tokenizer.get_vocab().values())
+    if not tokens:
+        return
+    before = tokenizer.get_vocab()
+    # All at once: the tokenizer looks through all it has in each call.
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in tokens if token not in before])
+    taken = set(before.values())
     for token in tokens:
-        there = tokenizer.get_vocab().get(token)
-        if there is None:
-            tokenizer.add_tokens([AddedToken(token, normalized=False)])
-        if there is not None or tokenizer.convert_tokens_to_ids(token) in known:
+        there, at = before.get(token), tokenizer.convert_tokens_to_ids(token)
+        if there is not None or at in taken:
             raise FtcliError.single(
                 "FT352",
                 f"model.add_tokens: the tokenizer has {token!r} already"
@@ -65,6 +68,7 @@ def _add(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str]) -> None:
                 help="remove it from model.add_tokens: a token that is there is trained with the model's own row; "
                 "lora.modules_to_save trains such rows, with all others",
             )
+        taken.add(at)
 
 
 def require_known_ids(tokenizer: PreTrainedTokenizerBase, facts: ModelFacts, added: Sequence[str] = ()) -> None:

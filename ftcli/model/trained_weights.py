@@ -17,14 +17,13 @@ from torch import Tensor
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.facts.weights import FURTHER_WEIGHTS, MODEL_CARD
 from ftcli.model.initial_adapters import initial_of, load_over, trained_by_file_name
+from ftcli.model.pretrained import first_few
 from ftcli.model.score_head import has_score_head, without_head, write_classifier_config
 from ftcli.model.shards import load_shards
 
 if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel
-
-_NAMED = 3
 
 
 def require_saveable(model: PreTrainedModel | PeftModel) -> None:
@@ -89,7 +88,7 @@ def load_weights(model: Any, folder: Path, *, sharded: bool = False) -> None:
     wanted = trained_by_file_name(model) if adapted else _weights(model)
     if not adapted and set(_saved_names(folder)) != set(wanted) and not sharded:
         # transformers stores some families' weights under other names, or one file tensor for each expert.
-        wanted, found = _all_weights(model), dict(_loaded_again(model, folder))
+        wanted, found = dict(model.state_dict()), dict(_loaded_again(model, folder))
     else:
         found = dict(stored_weights(folder))
     if sharded:
@@ -119,7 +118,7 @@ def check_saved(model: PreTrainedModel | PeftModel, folder: Path, whole: dict[st
     names = set(_saved_names(folder))
     if not hasattr(model, "peft_config") and names != set(wanted):
         # transformers stores some families' weights under other names, or one file tensor for each expert.
-        wanted, found = whole or _all_weights(model), _loaded_again(model, folder)
+        wanted, found = whole or dict(model.state_dict()), _loaded_again(model, folder)
     else:
         found = stored_weights(folder)
     seen: set[str] = set()
@@ -149,10 +148,6 @@ def _weights(model: PreTrainedModel, whole: Mapping[str, Tensor] | None = None) 
     stored = model.state_dict() if whole is None else whole
     found = {name: tensor for name, tensor in stored.items() if name not in tied}
     return without_head(model, found) if has_score_head(model) else found
-
-
-def _all_weights(model: PreTrainedModel) -> dict[str, Tensor]:
-    return dict(model.state_dict())
 
 
 def _saved_names(folder: Path) -> Iterator[str]:
@@ -202,10 +197,9 @@ def _names_that_differ(found: set[str], wanted: set[str]) -> list[str]:
 
 
 def _differs(what: str, problems: list[str]) -> FtcliError:
-    more = f"; and {len(problems) - _NAMED} more" if len(problems) > _NAMED else ""
     return FtcliError.single(
         "FT706",
-        f"{what}: {'; '.join(problems[:_NAMED])}{more}",
+        f"{what}: {first_few(problems)}",
         exit_code=ExitCode.BUG,
         help="train with model.kernels: off, and report this with the run's manifest.json",
     )

@@ -211,7 +211,7 @@ def _sizes(recipe: Recipe, options: BenchOptions, mix: Lengths | None) -> list[i
     """Tokens of each row that is trained or evaluated."""
     rows = _rows(recipe) * _steps(recipe, options) * recipe.launch.row_shares
     longest = recipe.data.max_seq_len
-    return [longest] * rows if mix is None else mix.sample(rows, longest, recipe.run.seed)
+    return [longest] * rows if mix is None else mix(rows, longest, recipe.run.seed)
 
 
 def _rows(recipe: Recipe) -> int:

@@ -15,7 +15,7 @@ from itertools import takewhile
 from typing import TYPE_CHECKING, Literal
 
 from ftcli.data.reasoning import ReasoningMarks
-from ftcli.evaluate.greedy import GreedyAnswer
+from ftcli.evaluate.generate import GreedyAnswer
 from ftcli.pipeline.server import ServedAnswer
 
 if TYPE_CHECKING:

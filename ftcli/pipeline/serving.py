@@ -20,7 +20,7 @@ from ftcli.run.directory import RunDirectory
 
 if TYPE_CHECKING:
     from ftcli.data.asked import RenderedPrompt
-    from ftcli.evaluate.greedy import GreedyAnswer
+    from ftcli.evaluate.generate import GreedyAnswer
     from ftcli.job import Job
     from ftcli.pipeline.served import ChannelResult, Comparison, Diagnosis, Fault
     from ftcli.train.assembly import Model
@@ -178,7 +178,7 @@ class _Checking:
         self._templated = asked[0].templated
 
     def diagnosed(self, model: Model, tolerance: float) -> Diagnosis:
-        from ftcli.evaluate.greedy import greedy_answers
+        from ftcli.evaluate.generate import greedy_answers
         from ftcli.pipeline.served import Comparer, Diagnosis, Evidence
 
         def answers(prompts: Sequence[Sequence[int]]) -> list[GreedyAnswer]:

@@ -126,6 +126,11 @@ class RunPlan:
         return self.described or self.measured
 
     @property
+    def model_bytes(self) -> int:
+        """Bytes of another model like the trained one on each rank, sharded like it."""
+        return -(-self.sizes.parameters // self.shard_size) * self.dtypes.parameter_bytes
+
+    @property
     def trains(self) -> bool:
         return self.work == "train"
 

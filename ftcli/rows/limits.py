@@ -175,8 +175,7 @@ def limited_template(seconds: float = MAX_SECONDS, spare: int = MAX_BYTES) -> It
     Both in the main thread only: there Python handles signals, and of two threads that take turns to set and restore
     the process' limit one would leave it set. Memory only where the system says how much a process has (Linux).
 
-    Raises:
-        Stopped: the block took more. What it did is undone no further than any exception undoes it.
+    Raises Stopped: the block took more. What it did is undone no further than any exception undoes it.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

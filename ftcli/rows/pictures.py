@@ -1,8 +1,8 @@
 """Images of rows: where they lie, what their headers say, and their pixels; what strangers made is opened with care.
 
-A file is read by its content, whatever its name ends in, by the decoders of :data:`FORMATS` alone. Its header says how
-large it is, so that nothing is unpacked to find that out; and one whose end is missing is refused before it is trained
-on. Nothing is fetched from a network.
+A file is read by its content, whatever its name ends in, by the decoders of :data:`FORMATS` alone. A broken one is
+refused before anything is trained; of a JPEG the header and the end are looked at, others are decoded. Nothing is
+fetched from a network.
 """
 
 from __future__ import annotations
@@ -37,9 +37,8 @@ MAX_PIXELS = 89_478_485
 MAX_FILE = 256 * 2**20
 #: EXIF: the tag that says how a camera was held, and those of its values that exchange width and height.
 _ORIENTATION, _ON_ITS_SIDE = 0x0112, (5, 6, 7, 8)
-#: The last bytes of whole files, looked for near the end: some programs append something.
-_ENDS = {"PNG": b"IEND", "JPEG": b"\xff\xd9"}
-_NEAR_THE_END = 4096
+#: The last bytes of a whole JPEG, looked for near the end: some programs append something.
+_END, _NEAR_THE_END = b"\xff\xd9", 4096
 #: Modes that are 8 bits a colour, or a palette of such; what is converted from others is told.
 _USUAL = ("RGB", "RGBA", "L", "LA", "P", "PA", "1")
 
@@ -87,20 +86,21 @@ def look_at(source: ImageSource, folder: str | None) -> Picture:
     if held > MAX_FILE:
         raise Misfit(f"{name} has {size(held)}, more than {size(MAX_FILE)}")
     with _opened(path or io.BytesIO(source.content or b""), name) as image:
+        if image.format != "JPEG" or not _has_its_end(path, source.content):
+            _load(image, name)
         kind, shown = str(image.format), _shown_size(image)
         done = list(_conversions(image))
         if path is not None and path.suffix and path.suffix.lower() not in FORMATS[kind]:
             done.append("misnamed")
-        if not _has_its_end(kind, path, source.content):
-            _load(image, name)
     return Picture(*shown, held, tuple(done))
 
 
-def pixels_of(content: Path | bytes, name: str) -> Image:
+def pixels_of(content: Path | bytes) -> Image:
     """The image as it is shown, first frame, in RGB. Raises Misfit where it cannot be decoded."""
     import numpy as np
     from PIL import Image, ImageOps
 
+    name = "the image"
     with _opened(content if isinstance(content, Path) else io.BytesIO(content), name) as image:
         _load(image, name)
         turned = ImageOps.exif_transpose(image)
@@ -187,12 +187,9 @@ def _conversions(image: Image) -> Iterator[str]:
         yield "converted"
 
 
-def _has_its_end(kind: str, path: Path | None, content: bytes | None) -> bool:
-    """True if the end of a file shows that it is whole; others are decoded to see."""
-    if kind not in _ENDS:
-        return False
+def _has_its_end(path: Path | None, content: bytes | None) -> bool:
     if path is None:
-        return _ENDS[kind] in (content or b"")[-_NEAR_THE_END:]
+        return _END in (content or b"")[-_NEAR_THE_END:]
     with path.open("rb") as stream:
         stream.seek(max(0, path.stat().st_size - _NEAR_THE_END))
-        return _ENDS[kind] in stream.read()
+        return _END in stream.read()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.plain import JsonObject
@@ -28,6 +28,14 @@ class Prompt:
     switches: Switches = field(default_factory=dict)
     value: float = 0.0
     images: tuple[ImageSource, ...] = ()
+
+    def followed_by(self, more: str) -> Prompt:
+        """The prompt with ``more`` at the end of its last turn."""
+        if self.messages is None:
+            return replace(self, text=f"{self.text}{more}")
+        last = self.messages[-1]
+        turns = (*self.messages[:-1], {**last, "content": f"{last.get('content') or ''}{more}"})
+        return replace(self, messages=turns)
 
 
 def to_prompt(example: Example) -> Prompt:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -83,29 +83,22 @@ def _row(source: DatasetConfig, name: str, number: int, value: Any) -> Row | Fin
     return Row(name, number, {**{key: item for key, item in value.items() if key not in taken}, **renamed})
 
 
-Loader = Callable[..., Any]
-
-
 def repository(source: DatasetConfig) -> str:
     """``org/name``."""
     return source.path.removeprefix(HUB)
 
 
-def hub_rows(source: DatasetConfig, *, offline: bool, load: Loader | None = None) -> Iterator[tuple[int, Any]]:
-    """Number and fields of each row of the wanted split; streamed where the recipe asks for it.
+def hub_rows(source: DatasetConfig, *, offline: bool) -> Iterator[tuple[int, Any]]:
+    """Number and fields of each row of the wanted split; streamed where the recipe asks for it, and ``offline`` out of
+    this machine's cache of the Hub alone.
 
-    Args:
-        offline: Read only what this machine has in its cache of the Hub.
-        load: Stands in for `datasets.load_dataset`.
-
-    Raises:
-        FtcliError: FT406 when the dataset, its split or the network is not there.
+    Raises FtcliError FT406 when the dataset, its split or the network is not there.
     """
-    from datasets import load_dataset
+    import datasets
 
-    local = offline or (load is None and not _reachable(source))
+    local = offline or not _reachable(source)
     try:
-        rows = (load or load_dataset)(
+        rows = datasets.load_dataset(
             _cached(source) if local else repository(source),
             name=source.name,
             split=source.split or "train",

@@ -13,7 +13,7 @@ class RowLayout:
     Attributes:
         columns: Columns that a row needs. ``format: auto`` takes the first layout of the table whose columns are there.
             None: its code says what is missing.
-        code: Turns a row into an example (``ftcli.rows.layouts.Understand``).
+        code: Turns a row that has these columns into an example; raises Misfit.
         loss_on: Values of ``data.loss_on`` that have a meaning; the first is what `auto` means.
         asks: Its rows end with an answer: it can be left to the model, and judges get it as `answer`.
         optional: Further columns that are read where they are there.

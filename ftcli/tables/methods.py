@@ -241,6 +241,7 @@ TABLE: Mapping[str, Method] = {
         defaults={"train.learning_rate": 5e-5},
         full_defaults={"train.learning_rate": 1e-6},
         rules="ftcli.methods.distill.checks:check",
+        row_rules="ftcli.methods.distill.checks:check_rows",
         asks="ftcli.methods.distill.checks:other_model",
         survey="ftcli.methods.distill.train:survey",
         from_prompts=True,

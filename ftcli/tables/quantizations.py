@@ -49,7 +49,7 @@ class QuantizedTraining:
     """Full training of weights that every forward pass quantizes. Every attribute names code.
 
     Attributes:
-        layer: A :class:`ftcli.model.quantized.TrainQuantized`: a linear layer with master weights.
+        layer: Of a linear layer, the section and its name, one with master weights in float32.
         of_packed: The same made of the frozen layer that ``packed_files.read`` has made.
         more_bytes: A function of a :class:`ftcli.facts.layers.Linear` and the recipe's section: bytes that a layer
             holds beside what is trained.
@@ -80,7 +80,7 @@ class Quantization:
         freezes_base: The stored weights cannot be trained, so a recipe needs adapters.
         reads: Settings of the section ``quantization`` that it reads, beside ``method``. One that reads
             ``keep_dequantized`` can hold its layers dequantized.
-        quantize: Code: a :class:`ftcli.model.quantized.QuantizeLinear`. None: layers are stored as they are.
+        quantize: Code: of a linear layer, the section and its name, one that is stored quantized. None: none is.
         stored_bytes: Code: a function of a :class:`ftcli.facts.layers.Linear` and the recipe's section that answers how
             many bytes the layer's weight takes. None where ``quantize`` is None.
         products: None: the weights are dequantized for each product, on every device.

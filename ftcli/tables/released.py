@@ -19,7 +19,7 @@ class ReleasedForm:
 
 #: By ``quantization_config.quant_method``.
 TABLE: Mapping[str, ReleasedForm] = {
-    "mxfp4": ReleasedForm("ftcli.plan.released:mxfp4", "ftcli.model.mxfp4:Mxfp4"),
-    "fp8": ReleasedForm("ftcli.plan.released:fp8", "ftcli.model.scaled_fp8:ScaledFp8"),
-    "compressed-tensors": ReleasedForm("ftcli.plan.released:compressed_fp8", "ftcli.model.scaled_fp8:ScaledFp8"),
+    "mxfp4": ReleasedForm("ftcli.plan.released:mxfp4", "ftcli.model.released:Mxfp4"),
+    "fp8": ReleasedForm("ftcli.plan.released:fp8", "ftcli.model.released:ScaledFp8"),
+    "compressed-tensors": ReleasedForm("ftcli.plan.released:compressed_fp8", "ftcli.model.released:ScaledFp8"),
 }

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class TrainingForms:
-    """A collection of training forms. ``code`` answers the training form of a tokenizer's template, or None for one
-    that it does not know (``ftcli.data.template.FormOf``).
+    """A collection of training forms. ``code`` answers the training form of a tokenizer and its template, or None for
+    one that it does not know.
     """
 
     code: str

@@ -21,7 +21,7 @@ from ftcli.model.gradient_checkpointing import use_checkpointing
 from ftcli.model.offload import use_host_embedding
 from ftcli.tables import code_of, policies, quantizations
 from ftcli.train.loop import Objective, StepWatcher, TrainerHooks, TrainingLoop
-from ftcli.train.optimizer import Optimization, OptimizerChoice
+from ftcli.train.optimizer import Optimization
 from ftcli.train.parallel import Parallel, sequence_part
 
 if TYPE_CHECKING:
@@ -62,7 +62,8 @@ def build_loop(
         model,
         train,
         job.dtypes,
-        OptimizerChoice(plan.optim, plan.own_optimizer),
+        plan.optim,
+        plan.own_optimizer,
         steps,
         device=job.device,
         stack=stack,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Unpack
 
 import torch
 from torch import Tensor
@@ -18,20 +18,28 @@ from ftcli.train.loop import Objective, StepMonitor
 from ftcli.train.parallel import MicroBatch, TokenCounts
 
 if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PreTrainedModel
+
     from ftcli.job import Job
-    from ftcli.model.sequence_parallel import SequencePart
     from ftcli.run.process_group import RankGroup
+    from ftcli.train.on_rows import ObjectiveParts
 
 
 class EpochObjective(Objective):
     """The units of each epoch, split over ranks, micro-batches and steps.
 
     Args:
+        model: What learns.
         epochs: What an epoch holds, and in which order.
-        sequence: This rank's part of each row, where ranks share rows.
     """
 
-    def __init__(self, job: Job, epochs: Epochs, group: RankGroup | None, sequence: SequencePart | None) -> None:
+    def __init__(
+        self, job: Job, model: PreTrainedModel | PeftModel, epochs: Epochs, **parts: Unpack[ObjectiveParts]
+    ) -> None:
+        group, sequence = parts["group"], parts["sequence"]
+        self._group, self._stack, self._sequence = group, parts["stack"], sequence
+        self._model, self._device, self._dtypes = model, job.device, job.dtypes
         train, shares = job.recipe.train, 1 if sequence is None else sequence.parts
         self._epochs, self._alone = epochs, group is None
         self._rank, self._ranks = (0, 1) if group is None else (group.rank // shares, group.size // shares)
@@ -144,11 +152,17 @@ class SummedObjective(EpochObjective):
     """
 
     def __init__(
-        self, job: Job, epochs: Epochs, group: RankGroup | None, sequence: SequencePart | None, name: str, width: int
+        self,
+        job: Job,
+        model: PreTrainedModel | PeftModel,
+        epochs: Epochs,
+        name: str,
+        width: int,
+        **parts: Unpack[ObjectiveParts],
     ) -> None:
-        super().__init__(job, epochs, group, sequence)
-        self._counts = sequence is None or sequence.part == 0
-        self._sums = StepSums(name, width, job.device, group)
+        super().__init__(job, model, epochs, **parts)
+        self._counts = self._sequence is None or self._sequence.part == 0
+        self._sums = StepSums(name, width, job.device, self._group)
 
     def documents(self, units: Sequence[int]) -> list[TokenizedRow]:
         """The rows of these units in turn."""

@@ -96,7 +96,7 @@ class HeldOut:
 
     def _scored(self, step: int) -> tuple[Mapping[str, TaskResult], dict[str, float]]:
         """The recipe's tasks where they are scored after ``step``: results on rank 0, and their scores on all."""
-        from ftcli.evaluate.ranks import led_by_first
+        from ftcli.generation.generator import led_by_first
         from ftcli.run.process_group import of_leader
 
         settings, group = self.evaluator.job.recipe.eval, self.evaluator.group
@@ -135,7 +135,7 @@ class HeldOut:
         """The model's answers, on rank 0. All ranks call this: each takes part if the model's weights are sharded over
         them.
         """
-        from ftcli.evaluate.ranks import led_by_first
+        from ftcli.generation.generator import led_by_first
 
         settings, group = self.evaluator.job.recipe, self.evaluator.group
         if not settings.data.eval or not settings.eval.samples:

@@ -17,9 +17,8 @@ from ftcli.run.out_of_memory import is_out_of_memory
 from ftcli.run.report.card import write_card
 from ftcli.run.status import FinishedTraining, TrainingSummary
 from ftcli.tables.methods import measures, method_of
-from ftcli.train.context import RunContext
+from ftcli.train.context import RunContext, has_room_to_save, let_go, out_of_memory_in_training, with_checkpoint
 from ftcli.train.lifecycle import add_to_manifest, raise_if_stopped
-from ftcli.train.out_of_memory import has_room_to_save, let_go, out_of_memory_in_training, with_checkpoint
 from ftcli.train.progress import StepProgress, TrainingRows, tell_start, tell_warm_ups
 
 if TYPE_CHECKING:
@@ -119,8 +118,8 @@ def _save(loop: TrainingLoop, context: RunContext, job: Job, model: Any) -> None
     """Writes the result, as rank 0; all ranks bring their parts of the weights."""
     from ftcli.model.trained_weights import check_saved, save_weights
 
-    with _saving_on_failure(loop, context), loop.evaluated_weights():
-        whole = loop.whole_weights()
+    with _saving_on_failure(loop, context), loop.optimization.evaluated_weights():
+        whole = loop.parallel.whole_weights()
         if context.leads:
             context.save_result(
                 lambda folder: save_weights(model, folder, whole),

@@ -7,7 +7,7 @@ that the check for NaN never holds up the device. A checkpoint is only written a
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +39,9 @@ from ftcli.train.watch import WatchedNumber, peak_memory_bytes, row_list
 
 if TYPE_CHECKING:
     from ftcli.model.cuda_graphs import GraphRunner
+    from ftcli.run.checkpoint import Checkpoints
+    from ftcli.run.process_group import RankGroup
+    from ftcli.run.signals import StopRequest
 
 #: What training is doing: a phase of the memory estimate, or what has none of its own there. ``step`` stands for
 #: everything between the others, such as collating and logging.
@@ -137,41 +140,17 @@ class StepWatcher:
         """Training is over."""
 
 
-class CheckpointStore(Protocol):
-    """The writer and reader of checkpoints (ftcli.run.checkpoint)."""
-
-    def staging(self, step: int) -> AbstractContextManager[Path]:
-        """A folder to write into; it becomes the checkpoint of ``step`` when the block ends well."""
-        ...
-
-    def rotate(self, keep_last: int, spared: Collection[int] = ()) -> None:
-        """Removes all but the newest complete checkpoints, and those of ``spared`` steps."""
-        ...
-
-
 class StepDisplay(Protocol):
-    """Shows where a run is."""
+    """Shows where a run is: :class:`ftcli.train.progress.StepProgress`."""
 
     def begin(self, step: int, total: int) -> None:
         """Training starts at ``step`` of ``total``."""
-        ...
 
     def show(self, step: int, line: MetricsLine) -> None:
         """``step`` is done; ``line`` holds the newest numbers."""
-        ...
 
     def evaluated(self, step: int, metrics: MetricsLine) -> None:
         """Held-out results after ``step``, as ``eval_*``."""
-        ...
-
-
-class StopSignal(Protocol):
-    """The request that a run stops (ftcli.run.signals)."""
-
-    @property
-    def requested(self) -> SignalName | None:
-        """``SIGTERM``, ``SIGINT`` or None."""
-        ...
 
 
 def not_interruptible(_phase: str) -> AbstractContextManager[None]:
@@ -190,7 +169,7 @@ class TrainerHooks:
     that learns from rewards said at a logging step.
     """
 
-    checkpoints: CheckpointStore | None
+    checkpoints: Checkpoints | None
     keep_last: int
     evaluate: Callable[[int], dict[str, float]] | None
     before_checkpoint: Callable[[], None] | None = None
@@ -222,7 +201,7 @@ class Attendance:
     intervals: StepIntervals
     write: Callable[[MetricsLine], None]
     progress: StepDisplay
-    stop: StopSignal
+    stop: StopRequest | RankGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -549,7 +528,7 @@ class TrainingLoop:
             self.parallel.optimizer_state(self.optimization.optimizer)
         self.saved_step = self.step
 
-    def _write_checkpoint(self, store: CheckpointStore) -> None:
+    def _write_checkpoint(self, store: Checkpoints) -> None:
         if self.hooks.before_checkpoint is not None:
             self.hooks.before_checkpoint()
         self.window.stop()
@@ -648,14 +627,6 @@ class TrainingLoop:
         return True
 
     # -- the end ---------------------------------------------------------------------------------------------
-
-    def evaluated_weights(self) -> AbstractContextManager[None]:
-        """The same as :meth:`Optimization.evaluated_weights`."""
-        return self.optimization.evaluated_weights()
-
-    def whole_weights(self) -> dict[str, Tensor] | None:
-        """The same as :meth:`Parallel.whole_weights`."""
-        return self.parallel.whole_weights()
 
     def settle(self) -> None:
         """Training is over: the model keeps the weights that are to be evaluated."""

@@ -146,8 +146,8 @@ def _train(session: Session, context: RunContext, method: PromptMethod) -> Promp
 
 def _policy(context: RunContext, job: Job, prompts: Sequence[RenderedPrompt]) -> assembly.Model:
     """The model that learns, on the kernels, with an entry in the manifest; the ranks have met."""
+    from ftcli.model.experts import quantized_stacks
     from ftcli.model.quantized import quantized_layers
-    from ftcli.model.stacks import quantized_stacks
     from ftcli.train import assembly
     from ftcli.train.build import why_not_graphed
 
@@ -214,7 +214,7 @@ def _told(context: RunContext, evaluator: Evaluator, model: Any, when: str) -> M
 
 def _tasks(context: RunContext, evaluator: Evaluator, model: Any) -> Mapping[str, TaskResult]:
     """Rank 0's results; none on the others, which take part if they hold shards of the weights."""
-    from ftcli.evaluate.ranks import generating
+    from ftcli.generation.generator import generating
 
     if not context.recipe.eval.tasks:
         return {}

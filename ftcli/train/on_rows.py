@@ -187,8 +187,8 @@ def train_on_rows(loaded: LoadedRecipe, session: Session, group: RankGroup | Non
 def _train(session: Session, context: RunContext) -> RowsResult:
     with context.phase("loading libraries"):
         from ftcli.job import open_job
+        from ftcli.model.experts import quantized_stacks
         from ftcli.model.quantized import quantized_layers
-        from ftcli.model.stacks import quantized_stacks
         from ftcli.train import assembly, data
         from ftcli.train.build import why_not_graphed
 
@@ -395,15 +395,8 @@ def loaded_beside(
         FtcliError: FT326 (exit 3) where an id is another token there; what loading raises.
     """
     of_other = _job_of_other(job)
-    with nullcontext() if group is None else group.after_leader("other tokens"):  # which may be downloaded
-        require_same_tokens(job, of_other, (rows,))
-    read = assembly.begin_reading(of_other) if group is None or group.leads else tuple
-    needed = assembly.to_download(of_other) > 0
-    with nullcontext() if group is None else group.after_leader("other weights", lambda: needed):
-        model = assembly.build_base(of_other)
-    model.requires_grad_(False).eval()
-    assembly.put_on_kernels(of_other, model, rows)
-    batches, inputs = assembly.laid_out(of_other, model, rows), assembly.loaded_base(of_other, model, read)
+    model, batches, read = _loaded_other(job, of_other, (rows,), group)
+    inputs = assembly.loaded_base(of_other, model, read)
     if group is not None:
         from ftcli.model.backbone import root_of
 
@@ -422,20 +415,27 @@ def _answered(
     held_out: Sequence[TokenizedRow],
     group: RankGroup | None,
 ) -> Answered[_T]:
+    model, _, read = _loaded_other(job, of_other, (rows, held_out), group)
+    if group is not None:
+        assembly.form_group(job, group)
+        assembly.shard_weights(of_other, model, group)
+    return Answered(ask(of_other, model), assembly.loaded_base(of_other, model, read))
+
+
+def _loaded_other(
+    job: Job, of_other: Job, tables: Sequence[Sequence[TokenizedRow]], group: RankGroup | None
+) -> tuple[PreTrainedModel, Batches, Callable[[], Any]]:
+    """The other model, frozen and on the kernels; how its batches are laid out; and what reads its files' identity."""
     with nullcontext() if group is None else group.after_leader("other tokens"):  # which may be downloaded
-        require_same_tokens(job, of_other, (rows, held_out))
+        require_same_tokens(job, of_other, tables)
     read = assembly.begin_reading(of_other) if group is None or group.leads else tuple
     needed = assembly.to_download(of_other) > 0
     with nullcontext() if group is None else group.after_leader("other weights", lambda: needed):
         model = assembly.build_base(of_other)
     model.requires_grad_(False).eval()
-    shown = rows if len(rows) else held_out
+    shown = next((table for table in tables if len(table)), tables[0])
     assembly.put_on_kernels(of_other, model, shown)
-    assembly.laid_out(of_other, model, shown)
-    if group is not None:
-        assembly.form_group(job, group)
-        assembly.shard_weights(of_other, model, group)
-    return Answered(ask(of_other, model), assembly.loaded_base(of_other, model, read))
+    return model, assembly.laid_out(of_other, model, shown), read
 
 
 def require_same_tokens(job: Job, of_other: Job, tables: Iterable[Sequence[TokenizedRow]]) -> None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +21,7 @@ from transformers.training_args import OptimizerNames
 from ftcli.config.training import TrainConfig
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.model.backbone import base_of
-from ftcli.model.gradients import keep_gradients_in
+from ftcli.model.cuda_graphs import keep_gradients_in
 from ftcli.model.shards import local_shard
 from ftcli.plan.precision import DtypePlan
 from ftcli.tables import code_of, optimizers, schedules
@@ -61,12 +60,6 @@ class _Greedy(GreedyLR):  # type: ignore[misc]  # transformers is not typed
 _SCHEDULES: dict[str, Any] = {"reduce_lr_on_plateau": _Plateau, "greedy": _Greedy}
 
 
-def by_evaluations(name: str, optimizer: Any, arguments: Mapping[str, float | int | str]) -> LRScheduler:
-    """The schedule of this name."""
-    made: LRScheduler = _SCHEDULES[name](optimizer, **arguments)
-    return made
-
-
 #: In a checkpoint, the weights that training goes on with, where those that are evaluated are others. It lies in a
 #: folder of its own, since whoever loads the checkpoint as a model or adapter reads the files beside its config.
 TRAINING_WEIGHTS = Path("training", "weights.safetensors")
@@ -80,23 +73,11 @@ MOST_SKIPPED = 20
 _UNDECAYED = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
 
 
-@dataclass(frozen=True, slots=True)
-class OptimizerChoice:
-    """The choice of an optimizer.
-
-    Attributes:
-        name: Its row in :mod:`ftcli.tables.optimizers`.
-        own: Whether ftcli's own form of it is taken (``RunPlan.own_optimizer``).
-    """
-
-    name: str
-    own: bool
-
-
 class Optimization:
     """Optimizer, schedule and loss scale of one run.
 
     Args:
+        optim: Its row in :mod:`ftcli.tables.optimizers`; ``own``: whether ftcli's own form of it is taken.
         steps: Optimizer steps of the whole run.
         stack: The decoder layers, whose copies of trained weights follow the optimizer; None where there are none.
         parallel: Joins the gradient norms of ranks that each hold a shard.
@@ -109,7 +90,8 @@ class Optimization:
         model: PreTrainedModel,
         settings: TrainConfig,
         plan: DtypePlan,
-        choice: OptimizerChoice,
+        optim: str,
+        own: bool,
         steps: int,
         *,
         device: torch.device,
@@ -118,14 +100,14 @@ class Optimization:
     ) -> None:
         self.model, self.settings, self.parallel = model, settings, parallel
         self.trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        self.optimizer = make_optimizer(model, settings, plan, choice)
+        self.optimizer = make_optimizer(model, settings, plan, optim, own)
         follow_weights(self.optimizer, stack)
         self.schedule = make_schedule(self.optimizer, settings, steps)
         self.scaler = torch.amp.GradScaler(device.type) if plan.loss_scaling else None
         self._skipped = 0
         self._settled = False
         self._norms: GradientNorms | None = None
-        if choice.own and parallel.group is None and not plan.loss_scaling and device.type == "cuda":
+        if own and parallel.group is None and not plan.loss_scaling and device.type == "cuda":
             self._norms = GradientNorms([p for _, p in self.trained])
 
     def backward(self, loss: Tensor) -> None:
@@ -237,11 +219,11 @@ class Optimization:
 
 
 def make_optimizer(
-    model: PreTrainedModel, settings: TrainConfig, plan: DtypePlan, choice: OptimizerChoice
+    model: PreTrainedModel, settings: TrainConfig, plan: DtypePlan, optim: str, own_form: bool
 ) -> Optimizer:
     """The recipe's optimizer over what ``model`` trains: ours, a class of the table's row, or transformers' choice."""
     keep_gradients_in(getattr(torch, plan.gradient), model.parameters())
-    row, own_form = optimizers.row(settings.optim), choice.own
+    row = optimizers.row(settings.optim)
     build = row.build_own if own_form else row.build
     if build is not None:
         betas = (settings.adam_beta1, settings.adam_beta2)
@@ -252,7 +234,7 @@ def make_optimizer(
         )
         return made
     asked = SimpleNamespace(
-        optim=OptimizerNames(choice.name),
+        optim=OptimizerNames(optim),
         optim_args=None,
         learning_rate=settings.learning_rate,
         adam_beta1=settings.adam_beta1,
@@ -352,7 +334,8 @@ def make_schedule(optimizer: Any, settings: TrainConfig, steps: int) -> LRSchedu
             group["warmup_steps"] = warm_up
     arguments = schedule_arguments(settings, steps)
     if schedules.row(settings.lr_scheduler_type).by_evaluations:
-        return by_evaluations(settings.lr_scheduler_type, optimizer, arguments)
+        by_value: LRScheduler = _SCHEDULES[settings.lr_scheduler_type](optimizer, **arguments)
+        return by_value
     with warnings.catch_warnings():  # of a stable stage that is given beside the number of all steps
         warnings.filterwarnings("ignore", message="Both num_training_steps and num_stable_steps")
         made: LRScheduler = get_scheduler(settings.lr_scheduler_type, optimizer, warm_up, steps, arguments)

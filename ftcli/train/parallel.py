@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.model.backbone import root_of
-from ftcli.model.gradients import Gradients
+from ftcli.model.cuda_graphs import Gradients
 from ftcli.model.sequence_parallel import SequencePart
 from ftcli.model.shards import gather_like, gather_weights, replicas_of, reshard_model, trained_is_sharded
 from ftcli.model.vision import trains_tower

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from ftcli.errors import ExitCode, FtcliError, Origin
 
-#: The key of a batch under which its rows are named; taken out before the model sees the batch.
-ROWS_KEY = "ftcli_rows"
 _ROWS_SHOWN = 32
 
 #: From the index of a training row to the places in data files that it came from (several in a packed row).

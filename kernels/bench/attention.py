@@ -18,10 +18,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from common import Table, parser
-from ftkernels.attention_backward import key_backward, query_backward
-from ftkernels.attention_config import AttentionTile, AttentionTiles, choose_tiles
-from ftkernels.attention_forward import attention_forward
-from ftkernels.attention_launch import AttentionSettings, padded_size
+from ftkernels.attention_config import AttentionSettings, AttentionTile, AttentionTiles, choose_tiles, padded_size
+from ftkernels.attention_kernels import attention_backward, attention_forward, key_backward, query_backward
 from ftkernels.attention_mask import AttentionMask, TokenRanges
 from ftkernels.device import gpu_of
 from timing import SHAPES, SMALL_SHAPES, Shape, require_interpreter, shape_of, start
@@ -92,6 +90,12 @@ class Attention:
             "dkv": keys(dk=True, dv=True),
         }
 
+    def stored(self, ranges: TokenRanges) -> Callable[[], Any]:
+        """The whole backward as the table's tiles make it."""
+        out, lse = attention_forward(self.q, self.k, self.v, ranges, self.settings, self.tiles.forward)
+        saved = (self.q, self.k, self.v, out, lse)
+        return lambda: attention_backward(saved, self.d_out, ranges, self.settings, self.tiles, (True, True, True))
+
     def flops(self, kernel: str, ranges: TokenRanges) -> float:
         """Operations of the visible pairs only."""
         pairs = float((ranges.key_hi - ranges.key_lo).clamp(min=0).sum()) * self.shape.batch / ranges.batch
@@ -131,6 +135,14 @@ def measure(attention: Attention, windows: list[int | None], table: Table) -> No
             table.add(
                 model=attention.shape.name, mask="causal" if window is None else f"window {window}",
                 kernel=kernel, ms=ms, tile=show(tile), **{"TFLOP/s": attention.flops(kernel, ranges) / ms / 1e9},
+            )  # fmt: skip
+        stored = attention.tiles.stored
+        if stored is not None:
+            ms = median_ms(attention.stored(ranges), attention.q.device)
+            rate = 2.5 * attention.flops("dv", ranges) / ms / 1e9  # five products, not two
+            table.add(
+                model=attention.shape.name, mask="causal" if window is None else f"window {window}",
+                kernel="dq, dk, dv, stored", ms=ms, tile=show(stored.weights), **{"TFLOP/s": rate},
             )  # fmt: skip
 
 

@@ -31,8 +31,8 @@ from ftcli.assets import asset
 from ftcli.config.model import LoraConfig as AdapterConfig
 from ftcli.config.model import QuantizationConfig
 from ftcli.facts.generation import cache_bytes
+from ftcli.generation.decoding import cache_dtype, kept_shape
 from ftcli.generation.engine import Engine
-from ftcli.generation.forward import cache_dtype, kept_shape
 from ftcli.generation.generator import open_generator
 from ftcli.generation.requests import GenerationRequest
 from ftcli.model.backbone import base_of, compute_context, hidden_states

@@ -30,9 +30,8 @@ from triton.runtime.jit import JITFunction
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from ftkernels import (
-    attention_backward,
-    attention_forward,
-    bitlinear_kernels,
+    attention_kernels,
+    bitlinear,
     causal_conv,
     cross_entropy,
     decode_attention,
@@ -40,29 +39,27 @@ from ftkernels import (
     delta_rule_backward,
     delta_rule_forward,
     delta_step,
-    fp8_kernels,
+    fp8,
     gated_norm,
-    glu_kernels,
+    gemm,
+    glu,
     grouped,
     int8_product,
     latent_decode,
     latent_heads,
-    lowrank_add,
     nf4,
-    nf4_kernels,
-    norm_parts,
     output_gate,
+    primitives,
     qkv_norm_rope,
     qkv_parts,
     qkv_rope,
+    rms_norm,
     rope,
-    row_sums,
-    sampling_kernels,
-    ternary_kernels,
+    sampling,
+    ternary,
     thin_products,
 )
-from ftkernels.attention_config import choose_tiles
-from ftkernels.attention_launch import AttentionSettings
+from ftkernels.attention_config import AttentionSettings, choose_tiles
 from ftkernels.attention_mask import AttentionMask
 from ftkernels.attention_stored import stored_backward
 from ftkernels.limits import LARGEST_HEAD_SIZE, Gpu
@@ -125,14 +122,14 @@ def attention_cases(new: Maker, capability: int) -> Launches:
     q, k = new(1, 512, 8, size).transpose(1, 2), new(1, 512, 2, size).transpose(1, 2)
     lse, ranges = new(1, 8, 512, of=torch.float32), AttentionMask.causal_mask(None).ranges(512, 512, q.device)
     saved = q, k, k, q, lse
-    yield "attention forward", partial(attention_forward.attention_forward, q, k, k, ranges, settings, tiles.forward)
+    yield "attention forward", partial(attention_kernels.attention_forward, q, k, k, ranges, settings, tiles.forward)
     if tiles.stored is not None:
         yield "attention stored", partial(stored_backward, saved, q, ranges, settings, tiles.stored)
         several = replace(tiles.stored, workspace=1)
         yield "attention stored in chunks", partial(stored_backward, saved, q, ranges, settings, several)
-    backward = attention_backward.query_backward
+    backward = attention_kernels.query_backward
     yield "attention dq", partial(backward, saved, q, ranges, settings, tiles.d_query)
-    keys = partial(attention_backward.key_backward, saved, q, lse, ranges, settings)
+    keys = partial(attention_kernels.key_backward, saved, q, lse, ranges, settings)
     yield "attention dk", partial(keys, tiles.d_key, want_dk=True, want_dv=False)
     yield "attention dv", partial(keys, tiles.d_value, want_dk=False, want_dv=True)
 
@@ -159,28 +156,28 @@ def generation_cases(new: Maker, capability: int) -> Launches:
             places = torch.zeros((8, 64), dtype=torch.int32), torch.zeros(8, dtype=torch.int32)
             yield f"decode latents, {heads} heads", partial(latent_decode._launch, *rows, *places, 512, 1.0)
     for name, uniform in (("greedy", None), ("sampled", new(8, of=torch.float32))):
-        yield f"choose token, {name}", partial(sampling_kernels.choose_triton, new(8, VOCABULARY), 1.0, uniform)
+        yield f"choose token, {name}", partial(sampling.choose_triton, new(8, VOCABULARY), 1.0, uniform)
 
 
 def bitnet_cases(new: Maker, capability: int) -> Launches:
     """Launches of BitNet's linear layers; as :func:`cases`. Rows of two tokens and of many take different tiles."""
     for name, width, widest in WIDTHS:
         rows = new(512, width)
-        yield f"rows to int8, {name}", partial(bitlinear_kernels.quantize_int8_triton, rows, widest=widest)
+        yield f"rows to int8, {name}", partial(bitlinear.quantize_int8_triton, rows, widest=widest)
     weight = new(HIDDEN, of=torch.float32)
-    yield "norm to int8", partial(bitlinear_kernels.norm_quantize_triton, new(512, HIDDEN), weight, 1e-5)
+    yield "norm to int8", partial(bitlinear.norm_quantize_triton, new(512, HIDDEN), weight, 1e-5)
     if capability < 80:
         return
-    ternary, scale = torch.zeros((INNER, HIDDEN), dtype=torch.int8), torch.ones(())
-    yield "masters to int8", partial(ternary_kernels.ternarise_triton, new(INNER, HIDDEN, of=torch.float32))
-    yield "int8 dequantized", partial(ternary_kernels.dequantize_int8_triton, ternary, scale, new.dtype)
+    values, scale = torch.zeros((INNER, HIDDEN), dtype=torch.int8), torch.ones(())
+    yield "masters to int8", partial(ternary.ternarise_triton, new(INNER, HIDDEN, of=torch.float32))
+    yield "int8 dequantized", partial(ternary.dequantize_int8_triton, values, scale, new.dtype)
     tiles = {"fewest": int8_product.FEWEST, "few": int8_product.FEW, "many": int8_product.MANY}
     if capability == 90:
         tiles["described"] = int8_product.MANY_DESCRIBED
     q, step = torch.zeros((512, HIDDEN), dtype=torch.int8), torch.ones(512)
     for name, tile in tiles.items():
         for end, bias in (("", None), (", bias", new(INNER, of=torch.float32))):
-            operands = (q, step, ternary, scale, bias, new.dtype)
+            operands = (q, step, values, scale, bias, new.dtype)
             yield f"int8 product, {name}{end}", partial(int8_product.int8_product, *operands, tile=tile)
 
 
@@ -283,21 +280,21 @@ def glu_cases(new: Maker, rank: int, capability: int) -> Launches:
     rows = 256
     gate, up = new(rows, 2 * INNER).chunk(2, 1)
     dh = new(rows, INNER)
-    low = glu_kernels.GluLowRank(new(rows, 2 * rank), new(2 * INNER, rank), new(rank, INNER))
+    low = glu.GluLowRank(new(rows, 2 * rank), new(2 * INNER, rank), new(rank, INNER))
     for act in ("silu", "gelu_tanh"):
-        yield f"glu forward {act}", partial(glu_kernels.glu_forward, gate, up, act)
-        yield f"glu backward {act}", partial(glu_kernels.glu_backward, dh, gate, up, act, want_h=True)
+        yield f"glu forward {act}", partial(glu.glu_forward, gate, up, act)
+        yield f"glu backward {act}", partial(glu.glu_backward, dh, gate, up, act, want_h=True)
         if capability < 80:
             continue
         ahead, back = (
-            glu_kernels.lora_tile(name, SHARED_MEMORY[capability], rank, rank, new.dtype.itemsize)
+            glu.lora_tile(name, SHARED_MEMORY[capability], rank, rank, new.dtype.itemsize)
             for name in ("glu_forward_lora", "glu_backward_lora")
         )
-        joined = glu_kernels.GluLowRank(new(rows, rank), low.b, low.a_down)
+        joined = glu.GluLowRank(new(rows, rank), low.b, low.a_down)
         for name, given in (("lora", low), ("joined", joined))[: 2 if act == "silu" else 1]:
-            yield f"glu forward {act}, {name}", partial(glu_kernels.glu_forward, gate, up, act, given, tile=ahead)
+            yield f"glu forward {act}, {name}", partial(glu.glu_forward, gate, up, act, given, tile=ahead)
             more = {"lowrank": given, "dya": new(rows, rank), "want_h": True, "tile": back}
-            yield f"glu backward {act}, {name}", partial(glu_kernels.glu_backward, dh, gate, up, act, **more)
+            yield f"glu backward {act}, {name}", partial(glu.glu_backward, dh, gate, up, act, **more)
 
 
 def gate_cases(new: Maker) -> Launches:
@@ -434,17 +431,17 @@ def norm_cases(new: Maker) -> Launches:
     """Launches of norms and of rows in fp8; as :func:`cases`."""
     x, w, rstd = new(256, HIDDEN), new(HIDDEN), new(256, of=torch.float32)
     for form in ("llama", "gemma"):
-        yield f"norm forward {form}", partial(norm_parts.norm_forward, x, w, 1e-5, form)
-        yield f"norm backward {form}", partial(norm_parts.norm_backward, x, x, w, rstd, form, d_sum=x)
-    ahead = partial(norm_parts.norm_forward, x, w, 1e-5, "llama")
+        yield f"norm forward {form}", partial(rms_norm.norm_forward, x, w, 1e-5, form)
+        yield f"norm backward {form}", partial(rms_norm.norm_backward, x, x, w, rstd, form, d_sum=x)
+    ahead = partial(rms_norm.norm_forward, x, w, 1e-5, "llama")
     yield "norm forward, residual", partial(ahead, residual=x, where="before")
-    yield "norm backward, dw", partial(norm_parts.norm_backward, x, x, w, rstd, "llama", want_dw=True)
+    yield "norm backward, dw", partial(rms_norm.norm_backward, x, x, w, rstd, "llama", want_dw=True)
     for name, width, widest in WIDTHS:
-        yield f"quantize rows {name}", partial(fp8_kernels.quantize_fp8_triton, new(256, width), widest=widest)
-    packed = new(256, HIDDEN, of=fp8_kernels.E4M3), rstd, new.dtype
-    yield "dequantize rows", partial(fp8_kernels.dequantize_fp8_triton, *packed)
-    yield "norm forward, quantized", partial(ahead, quantized=(new(256, HIDDEN, of=fp8_kernels.E4M3), rstd))
-    yield "norm over heads", partial(norm_parts.norm_forward, new(1, 256, 32, 128), new(128), 1e-5, "llama")
+        yield f"quantize rows {name}", partial(fp8.quantize_fp8_triton, new(256, width), widest=widest)
+    packed = new(256, HIDDEN, of=fp8.E4M3), rstd, new.dtype
+    yield "dequantize rows", partial(fp8.dequantize_fp8_triton, *packed)
+    yield "norm forward, quantized", partial(ahead, quantized=(new(256, HIDDEN, of=fp8.E4M3), rstd))
+    yield "norm over heads", partial(rms_norm.norm_forward, new(1, 256, 32, 128), new(128), 1e-5, "llama")
 
 
 def cases(rank: int, dtype: torch.dtype, capability: int) -> Launches:
@@ -464,10 +461,10 @@ def cases(rank: int, dtype: torch.dtype, capability: int) -> Launches:
     yield from latent_cases(new)
     yield from delta_cases(new, capability)
     sums = (new(rows, HIDDEN), new(rows, rank), new(HIDDEN, rank), new(rows, HIDDEN))
-    yield "lowrank add", partial(lowrank_add.lowrank_add, *sums, triton_kernel=True)
+    yield "lowrank add", partial(gemm.lowrank_add, *sums, triton_kernel=True)
     partial_sums = new(4, rows, 3 * rank, of=torch.float32)
-    yield "row sums", partial(row_sums.row_sums, partial_sums, partial_sums[0, :, 0], dtype, triton_kernel=True)
-    yield "column sums", partial(row_sums.column_sums, new(528, HIDDEN, of=torch.float32))
+    yield "row sums", partial(primitives.row_sums, partial_sums, partial_sums[0, :, 0], dtype, triton_kernel=True)
+    yield "column sums", partial(primitives.column_sums, new(528, HIDDEN, of=torch.float32))
     yield from thin_cases(new, rank, capability)
     yield from expert_cases(new, rank, capability)
     yield from interleaved_expert_cases(new, rank, capability)
@@ -482,7 +479,7 @@ def cases(rank: int, dtype: torch.dtype, capability: int) -> Launches:
     nested = (n.absmax, n.table, n.offset, n.block_size)
     for name, absmax, scales in (("nested", weight.absmax, nested), ("plain", nf4.block_scales(weight), None)):
         operands = (weight.data, absmax, weight.table, scales, new(64, HIDDEN), weight.block_size)
-        yield f"nf4 {name}", partial(nf4_kernels.dequantize_nf4_triton, *operands)
+        yield f"nf4 {name}", partial(nf4.dequantize_nf4_triton, *operands)
 
 
 def compile_instead_of_launch(record: list[Any], reports: Path) -> Callable[..., Any]:

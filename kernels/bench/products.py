@@ -23,8 +23,14 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from common import Table, parser
-from ftkernels.bitlinear import bit_linear, bit_linear_reference, integer_product, quantize_int8
-from ftkernels.bitlinear_kernels import norm_quantize_triton, quantize_int8_triton
+from ftkernels.bitlinear import (
+    bit_linear,
+    bit_linear_reference,
+    integer_product,
+    norm_quantize_triton,
+    quantize_int8,
+    quantize_int8_triton,
+)
 from ftkernels.fp8 import multiply_rows, quantize_fp8
 from ftkernels.int8_product import int8_product
 from ftkernels.nf4 import quantize_nf4

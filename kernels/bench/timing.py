@@ -62,7 +62,7 @@ SHAPES = {
         Shape("gemma2-9b", 3584, 14336, 16, 8, 256, 256000, "gelu_tanh", "gemma", 30.0, 42),
     )
 }
-#: Smaller models, whose kernels' tiles are timed too (``tune.py``).
+#: Other models, whose kernels' tiles are timed too (``tune.py``).
 SMALL_SHAPES = {
     shape.name: shape
     for shape in (
@@ -70,6 +70,7 @@ SMALL_SHAPES = {
         Shape("qwen3-0.6b", 1024, 3072, 16, 8, 128, 151936, "silu", "llama", 0.0, 28, 4, 2048),
         Shape("llama3.2-1b", 2048, 8192, 32, 8, 64, 128256, "silu", "llama", 0.0, 16, 4, 2048),
         Shape("gemma4-e4b", 2560, 10240, 8, 2, 512, 262144, "gelu_tanh", "plain", 30.0, 42),  # a layer without a window
+        Shape("gemma4-31b", 5376, 21504, 32, 4, 512, 262144, "gelu_tanh", "plain", 30.0, 60),  # the same
         Shape("gemma3-4b", 2560, 10240, 8, 4, 256, 262208, "gelu_tanh", "gemma", 0.0, 34, 4, 2048),
     )
 }

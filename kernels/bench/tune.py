@@ -5,7 +5,7 @@
     python kernels/bench/tune.py --only delta_                        # the gated delta rule, of Qwen3.5-9B's heads
     TRITON_INTERPRET=1 python kernels/bench/tune.py --device cpu --only norm_forward      # does it run at all
 
-The tables in ``ftkernels`` (``tiles.py``, ``attention_config.py``, ``delta_rule_forward.py``, ``int8_product.py``,
+The tables in ``ftkernels`` (``device.py``, ``attention_config.py``, ``delta_rule_forward.py``, ``int8_product.py``,
 ``limits.py``) are then edited by hand: nothing is searched for while training. Every kernel has a process of its own,
 and a new one from the next tile on when a tile brings it down: an illegal access spoils a CUDA context for good. Tiles
 that fail are named, and so are tiles of attention and of the delta rule whose results are not those of the tile in use.
@@ -32,25 +32,25 @@ from attention import Attention, tile_of
 from common import Table, parser
 from ftkernels import (
     cross_entropy,
-    glu_kernels,
+    gemm,
+    glu,
     grouped,
     int8_product,
-    lowrank_add,
-    norm_parts,
     qkv_norm_rope,
     qkv_parts,
     qkv_rope,
+    rms_norm,
     thin_products,
 )
 from ftkernels.attention_config import AttentionTile
-from ftkernels.bitlinear_kernels import quantize_int8_triton
+from ftkernels.bitlinear import quantize_int8_triton
 from ftkernels.delta_rule_backward import Kept, gradients, scan_back
 from ftkernels.delta_rule_forward import Chunks, DeltaInputs, DeltaTile, DeltaTiles, delta_tiles, prepare, scan
+from ftkernels.device import Tile
 from ftkernels.grouped import WeightTile
 from ftkernels.int8_product import ProductTile
 from ftkernels.linear_log_prob import linear_log_prob
 from ftkernels.ternary import ternarise
-from ftkernels.tiles import Tile
 from timing import SHAPES, SMALL_SHAPES, Clock, Maker, Shape, require_interpreter, shape_of, start
 from torch import Tensor
 from triton.runtime.errors import OutOfResources, PTXASError
@@ -142,7 +142,7 @@ def _widths(rows: tuple[int, ...]) -> list[Any]:
 def glu_forward(make: Maker, shape: Shape, rank: int) -> Case:
     """The plain unit."""
     gate, up = make.new(shape.tokens, 2 * shape.inner).chunk(2, 1)
-    return Case(6 * gate.numel(), lambda t: glu_kernels.glu_forward(gate, up, shape.activation, tile=t), _flat())
+    return Case(6 * gate.numel(), lambda t: glu.glu_forward(gate, up, shape.activation, tile=t), _flat())
 
 
 def glu_backward(make: Maker, shape: Shape, rank: int) -> Case:
@@ -151,21 +151,21 @@ def glu_backward(make: Maker, shape: Shape, rank: int) -> Case:
     dh = make.new(shape.tokens, shape.inner)
     return Case(
         12 * dh.numel(),
-        lambda t: glu_kernels.glu_backward(dh, gate, up, shape.activation, want_h=True, tile=t),
+        lambda t: glu.glu_backward(dh, gate, up, shape.activation, want_h=True, tile=t),
         _flat(),
     )
 
 
-def _low(make: Maker, shape: Shape, rank: int) -> glu_kernels.GluLowRank:
+def _low(make: Maker, shape: Shape, rank: int) -> glu.GluLowRank:
     rows, inner = shape.tokens, shape.inner
-    return glu_kernels.GluLowRank(make.new(rows, 2 * rank), make.new(2 * inner, rank), make.new(rank, inner))
+    return glu.GluLowRank(make.new(rows, 2 * rank), make.new(2 * inner, rank), make.new(rank, inner))
 
 
 def glu_forward_lora(make: Maker, shape: Shape, rank: int) -> Case:
     """The case with the adapters' terms and their sums."""
     gate, up = make.new(shape.tokens, 2 * shape.inner).chunk(2, 1)
     low = _low(make, shape, rank)
-    return Case(6 * gate.numel(), lambda t: glu_kernels.glu_forward(gate, up, shape.activation, low, tile=t), _dots())
+    return Case(6 * gate.numel(), lambda t: glu.glu_forward(gate, up, shape.activation, low, tile=t), _dots())
 
 
 def glu_backward_lora(make: Maker, shape: Shape, rank: int) -> Case:
@@ -174,7 +174,7 @@ def glu_backward_lora(make: Maker, shape: Shape, rank: int) -> Case:
     low, dya, dh = _low(make, shape, rank), make.new(shape.tokens, rank), make.new(shape.tokens, shape.inner)
 
     def launch(tile: Tile | None) -> object:
-        return glu_kernels.glu_backward(dh, gate, up, shape.activation, lowrank=low, dya=dya, want_h=True, tile=tile)
+        return glu.glu_backward(dh, gate, up, shape.activation, lowrank=low, dya=dya, want_h=True, tile=tile)
 
     return Case(12 * dh.numel(), launch, _dots())
 
@@ -184,7 +184,7 @@ def add(make: Maker, shape: Shape, rank: int) -> Case:
     y, xa = make.new(shape.tokens, shape.hidden), make.new(shape.tokens, rank)
     b, residual = make.new(shape.hidden, rank), make.new(shape.tokens, shape.hidden)
     tiles = [Tile(m, n, w) for m, n, w in product((16, 32, 64), (64, 128, 256), (4, 8)) if m * n <= 8192]
-    return Case(6 * y.numel(), lambda t: lowrank_add.lowrank_add(y, xa, b, residual, triton_kernel=True, tile=t), tiles)
+    return Case(6 * y.numel(), lambda t: gemm.lowrank_add(y, xa, b, residual, triton_kernel=True, tile=t), tiles)
 
 
 def _rotary(make: Maker, shape: Shape) -> qkv_parts.Rotary:
@@ -324,7 +324,7 @@ def qkv_norm_rope_backward_lora(make: Maker, shape: Shape, rank: int) -> Case:
 def norm_forward(make: Maker, shape: Shape, rank: int) -> Case:
     """One norm of the residual stream."""
     x, w = make.new(shape.tokens, shape.hidden), make.new(shape.hidden)
-    return Case(4 * x.numel(), lambda t: norm_parts.norm_forward(x, w, 1e-5, shape.form, tile=t), _widths((1, 2, 4)))
+    return Case(4 * x.numel(), lambda t: rms_norm.norm_forward(x, w, 1e-5, shape.form, tile=t), _widths((1, 2, 4)))
 
 
 def norm_backward(make: Maker, shape: Shape, rank: int) -> Case:
@@ -334,7 +334,7 @@ def norm_backward(make: Maker, shape: Shape, rank: int) -> Case:
     rstd = torch.rsqrt(x.float().square().mean(-1) + 1e-5)
 
     def launch(tile: Tile | None) -> object:
-        return norm_parts.norm_backward(dy, x, w, rstd, shape.form, d_sum=passed, tile=tile)
+        return rms_norm.norm_backward(dy, x, w, rstd, shape.form, d_sum=passed, tile=tile)
 
     return Case(8 * x.numel(), launch, _widths((1, 2, 4)))
 

@@ -18,6 +18,7 @@ Source of the method: Gupta et al. 2015, "Deep Learning with Limited Numerical P
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -56,6 +57,12 @@ class AdamWSettings:
     def root(self) -> float:
         """1 / sqrt(1 - beta2^t)."""
         return float((1.0 - self.beta2**self.step) ** -0.5)
+
+    @property
+    def factors(self) -> tuple[float, ...]:
+        """As kernels take them: keep, beta1_rest, beta2, beta2_rest, size, root, eps."""
+        beta2, keep = self.beta2, 1.0 - self.lr * self.weight_decay
+        return keep, 1.0 - self.beta1, beta2, 1.0 - beta2, self.size, self.root, self.eps
 
 
 @triton.jit
@@ -131,19 +138,37 @@ def adamw_step(
         m, v: of that shape, contiguous, in ``parameter``'s accumulation dtype.
         clip: a scalar on the device that the gradient is multiplied by. None: 1.
         copy: of that shape, contiguous: takes the new parameter, rounded to its dtype. Not with stochastic rounding.
-        backend: see ``ftkernels.device.choose_backend``. The torch form computes the same formula.
 
     Raises:
         ValueError: shapes, dtypes or layouts that do not fit, or stochastic rounding of other than bfloat16.
     """
     _check(parameter, gradient, m, v, settings, copy)
+    given = gradient, m, v, settings, clip
+    stepped(parameter, copy, backend, lambda p, kept: _launch(p, *given, kept), lambda: _in_torch(parameter, *given))
+
+
+def stepped(
+    parameter: Tensor,
+    copy: Tensor | None,
+    backend: BackendName,
+    launch: Callable[[Tensor, Tensor | None], None],
+    in_torch: Callable[[], None],
+) -> None:
+    """A step by ``launch``, which gets the parameter and the copy that the kernel is to write, or ``in_torch``."""
     with torch.no_grad():
-        if choose_backend(parameter.device, backend).is_triton:
-            _launch(parameter, gradient, m, v, settings, clip, copy)
-        else:
-            _in_torch(parameter, gradient, m, v, settings, clip)
-            if copy is not None:
-                copy.copy_(parameter)
+        kept = None
+        if not choose_backend(parameter.device, backend).is_triton:
+            in_torch()
+        elif parameter.numel():
+            # The interpreter truncates casts to bfloat16: there the kernel writes float32, and torch rounds.
+            short = interpreting() and parameter.dtype in (torch.bfloat16, torch.float16)
+            stored, kept = parameter.float() if short else parameter, None if interpreting() else copy
+            with on_device_of(parameter):
+                launch(stored, kept)
+            if short:
+                parameter.copy_(stored)
+        if kept is None and copy is not None:
+            copy.copy_(parameter)
 
 
 def stochastic_round(x: Tensor, seed: int) -> Tensor:
@@ -164,47 +189,26 @@ def _random_bits_torch(index: Tensor, seed: int) -> Tensor:
 
 
 def _launch(
-    p: Tensor,
-    g: Tensor,
-    m: Tensor,
-    v: Tensor,
-    settings: AdamWSettings,
-    clip: Tensor | None,
-    copy: Tensor | None,
+    p: Tensor, g: Tensor, m: Tensor, v: Tensor, settings: AdamWSettings, clip: Tensor | None, copy: Tensor | None
 ) -> None:
-    stochastic, count = settings.rounding == "stochastic", p.numel()
-    # The interpreter truncates casts to bfloat16: there the kernel writes float32, and torch rounds.
-    stored = p.float() if interpreting() and p.dtype in (torch.bfloat16, torch.float16) else p
-    kept = None if interpreting() else copy
-    if count:
-        with on_device_of(p):
-            _step_kernel[(triton.cdiv(count, _BLOCK),)](
-                stored,
-                g.contiguous(),
-                m,
-                v,
-                m if kept is None else kept,
-                m if clip is None else clip,
-                count,
-                1.0 - settings.lr * settings.weight_decay,
-                1.0 - settings.beta1,
-                settings.beta2,
-                1.0 - settings.beta2,
-                settings.size,
-                settings.root,
-                settings.eps,
-                settings.seed,
-                CLIP=clip is not None,
-                COPY=kept is not None,
-                STOCHASTIC=stochastic,
-                ACC=triton_dtype(p.dtype),
-                BLOCK=_BLOCK,
-                num_warps=4,
-            )
-    if stored is not p:
-        p.copy_(stored)
-    if kept is None and copy is not None:
-        copy.copy_(p)
+    count = p.numel()
+    _step_kernel[(triton.cdiv(count, _BLOCK),)](
+        p,
+        g.contiguous(),
+        m,
+        v,
+        m if copy is None else copy,
+        m if clip is None else clip,
+        count,
+        *settings.factors,
+        settings.seed,
+        CLIP=clip is not None,
+        COPY=copy is not None,
+        STOCHASTIC=settings.rounding == "stochastic",
+        ACC=triton_dtype(m.dtype),
+        BLOCK=_BLOCK,
+        num_warps=4,
+    )
 
 
 def _in_torch(p: Tensor, g: Tensor, m: Tensor, v: Tensor, settings: AdamWSettings, clip: Tensor | None) -> None:

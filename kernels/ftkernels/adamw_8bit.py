@@ -28,8 +28,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ftkernels.adamw import AdamWSettings
-from ftkernels.device import BackendName, choose_backend, interpreting, on_device_of
+from ftkernels.adamw import AdamWSettings, stepped
+from ftkernels.device import BackendName
 
 BLOCK = 256
 _DECADES = 7
@@ -193,64 +193,42 @@ def adamw_step_8bit(
         parameter, gradient: of one shape, float32 or narrower. ``parameter`` is contiguous.
         clip: a scalar on the device that the gradient is multiplied by. None: 1.
         copy: of that shape, contiguous: takes the new parameter, rounded to its dtype.
-        backend: see ``ftkernels.device.choose_backend``. The torch form computes the same formula.
 
     Raises:
         ValueError: shapes, dtypes or layouts that do not fit, or stochastic rounding, which there is not.
     """
     _check(parameter, gradient, (m, v), settings, copy)
-    with torch.no_grad():
-        if choose_backend(parameter.device, backend).is_triton:
-            _launch(parameter, gradient, m, v, settings, clip, copy)
-        else:
-            _in_torch(parameter, gradient, m, v, settings, clip)
-            if copy is not None:
-                copy.copy_(parameter)
+    given = gradient, m, v, settings, clip
+    stepped(parameter, copy, backend, lambda p, kept: _launch(p, *given, kept), lambda: _in_torch(parameter, *given))
 
 
 def _launch(
     p: Tensor, g: Tensor, m: Moment8, v: Moment8, settings: AdamWSettings, clip: Tensor | None, copy: Tensor | None
 ) -> None:
-    # The interpreter truncates casts to bfloat16: there the kernel writes float32, and torch rounds.
-    stored = p.float() if interpreting() and p.dtype in (torch.bfloat16, torch.float16) else p
-    kept = None if interpreting() else copy
-    blocks = m.scales.numel()
-    if blocks:
-        first, second = _table(p.device, True), _table(p.device, False)
-        with on_device_of(p):
-            _step_kernel[(triton.cdiv(blocks, _TOGETHER),)](
-                stored,
-                g.contiguous(),
-                m.codes,
-                m.scales,
-                first.values,
-                first.bounds,
-                v.codes,
-                v.scales,
-                second.values,
-                second.bounds,
-                stored if kept is None else kept,
-                stored if clip is None else clip,
-                p.numel(),
-                blocks,
-                1.0 - settings.lr * settings.weight_decay,
-                1.0 - settings.beta1,
-                settings.beta2,
-                1.0 - settings.beta2,
-                settings.size,
-                settings.root,
-                settings.eps,
-                largest_step(settings),
-                CLIP=clip is not None,
-                COPY=kept is not None,
-                BLOCK=BLOCK,
-                TOGETHER=_TOGETHER,
-                num_warps=4,
-            )
-    if stored is not p:
-        p.copy_(stored)
-    if kept is None and copy is not None:
-        copy.copy_(p)
+    blocks, first, second = m.scales.numel(), _table(p.device, True), _table(p.device, False)
+    _step_kernel[(triton.cdiv(blocks, _TOGETHER),)](
+        p,
+        g.contiguous(),
+        m.codes,
+        m.scales,
+        first.values,
+        first.bounds,
+        v.codes,
+        v.scales,
+        second.values,
+        second.bounds,
+        p if copy is None else copy,
+        p if clip is None else clip,
+        p.numel(),
+        blocks,
+        *settings.factors,
+        largest_step(settings),
+        CLIP=clip is not None,
+        COPY=copy is not None,
+        BLOCK=BLOCK,
+        TOGETHER=_TOGETHER,
+        num_warps=4,
+    )
 
 
 def _in_torch(p: Tensor, g: Tensor, m: Moment8, v: Moment8, settings: AdamWSettings, clip: Tensor | None) -> None:

@@ -11,7 +11,7 @@ With sinks, one learned number a query head, the softmax also counts a key that 
 
     p_j = exp(s_j) / (exp(sink) + sum over the keys seen of exp(s))
 
-``attention_mask`` says what a query sees, ``attention_forward`` and ``attention_backward`` hold the kernels, and
+``attention_mask`` says what a query sees, ``attention_kernels`` holds the kernels, and
 kernels/attention.md derives the backward.
 """
 
@@ -24,10 +24,16 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ftkernels.attention_backward import attention_backward
-from ftkernels.attention_config import AttentionTiles, choose_attention_backend, choose_tiles
-from ftkernels.attention_forward import attention_forward
-from ftkernels.attention_launch import AttentionSettings, loadable, padded_size, takes_descriptor
+from ftkernels.attention_config import (
+    AttentionSettings,
+    AttentionTiles,
+    choose_attention_backend,
+    choose_tiles,
+    loadable,
+    padded_size,
+    takes_descriptor,
+)
+from ftkernels.attention_kernels import attention_backward, attention_forward
 from ftkernels.attention_mask import AttentionMask, TokenRanges
 from ftkernels.device import BackendName, accumulate_dtype, gpu_of, without_autocast
 

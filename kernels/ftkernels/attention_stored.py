@@ -1,6 +1,6 @@
 """Backward of attention with wide heads: weights and their gradients go through memory, some queries at a time.
 
-The formulas are those of ``ftkernels.attention_backward``. There each kernel computes the scores that it needs again,
+The formulas are those of ``ftkernels.attention_kernels``. There each kernel computes the scores that it needs again,
 since nothing of size S² is stored; with heads of 512 that is eight products in place of five, on tiles that are small
 because operands of 512 columns and their accumulators fill a program. Here
 
@@ -25,8 +25,14 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ftkernels.attention_config import AttentionTile, StoredTiles
-from ftkernels.attention_launch import AttentionSettings, common_constants, strides, token_major_like
+from ftkernels.attention_config import (
+    AttentionSettings,
+    AttentionTile,
+    StoredTiles,
+    common_constants,
+    strides,
+    token_major_like,
+)
 from ftkernels.attention_mask import TokenRanges
 from ftkernels.attention_parts import LOG2E, bounded, intervals, load_tile, seen_by_rows
 from ftkernels.device import on_device_of, rounded, store_dtype

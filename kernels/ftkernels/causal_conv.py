@@ -35,8 +35,7 @@ from ftkernels.device import (
     triton_dtype,
 )
 from ftkernels.limits import FILTER_WIDTHS
-from ftkernels.primitives import activate, sigmoid
-from ftkernels.row_sums import column_sums
+from ftkernels.primitives import activate, column_sums, sigmoid
 
 #: Tokens and channels of a tile, and programs that share the tokens where dweight is wanted, for each 64 channels.
 _TOKENS, _CHANNELS, _SHARES = 32, 64, 64

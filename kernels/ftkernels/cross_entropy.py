@@ -9,9 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ftkernels.device import accumulate_dtype, on_device_of, store_dtype, triton_dtype
+from ftkernels.device import Tile, accumulate_dtype, on_device_of, store_dtype, triton_dtype
 from ftkernels.primitives import LOG2_E
-from ftkernels.tiles import Tile
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ftkernels.attention_launch import padded_size
+from ftkernels.attention_config import padded_size
 from ftkernels.attention_parts import LOG2E, bounded, softmax_of_sinks
 from ftkernels.device import (
     BackendName,

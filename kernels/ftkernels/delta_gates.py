@@ -30,9 +30,7 @@ from ftkernels.device import (
     rounded,
     store_dtype,
 )
-from ftkernels.primitives import sigmoid
-from ftkernels.row_sums import column_sums
-from ftkernels.rows import StridedRows, as_rows
+from ftkernels.primitives import as_rows, column_sums, row_starts, sigmoid
 
 #: Elements of a tile, and programs that share the tokens.
 _ELEMENTS, _PROGRAMS = 2048, 264
@@ -80,12 +78,6 @@ def _softplus(x):
 
 
 @triton.jit
-def _places(rows, inner, outer_stride, inner_stride, cols):
-    rows = rows.to(tl.int64)
-    return ((rows // inner) * outer_stride + (rows % inner) * inner_stride)[:, None] + cols[None, :]
-
-
-@triton.jit
 def _gates_kernel(
     a_ptr,
     a_inner,
@@ -123,8 +115,16 @@ def _gates_kernel(
     for block in range(blocks):
         rows = (tl.program_id(0) * blocks + block) * ROWS + tl.arange(0, ROWS)
         mask = (rows < M)[:, None] & (cols < H)[None, :]
-        a = tl.load(a_ptr + _places(rows, a_inner, a_outer_stride, a_inner_stride, cols), mask=mask, other=0.0)
-        b = tl.load(b_ptr + _places(rows, b_inner, b_outer_stride, b_inner_stride, cols), mask=mask, other=0.0)
+        a = tl.load(
+            a_ptr + row_starts(rows, a_inner, a_outer_stride, a_inner_stride)[:, None] + cols[None, :],
+            mask=mask,
+            other=0.0,
+        )
+        b = tl.load(
+            b_ptr + row_starts(rows, b_inner, b_outer_stride, b_inner_stride)[:, None] + cols[None, :],
+            mask=mask,
+            other=0.0,
+        )
         x, b = a.to(tl.float32) + shift, b.to(tl.float32)
         at = rows.to(tl.int64)[:, None] * H + cols[None, :]
         if BACKWARD:
@@ -133,8 +133,8 @@ def _gates_kernel(
             db = tl.load(beta_ptr + at, mask=mask, other=0.0) * sigmoid(b) * sigmoid(-b)
             d_log += dg * rate * _softplus(x)
             d_shift += da
-            da_at = da_ptr + _places(rows, da_inner, da_outer_stride, da_inner_stride, cols)
-            db_at = db_ptr + _places(rows, db_inner, db_outer_stride, db_inner_stride, cols)
+            da_at = da_ptr + row_starts(rows, da_inner, da_outer_stride, da_inner_stride)[:, None] + cols[None, :]
+            db_at = db_ptr + row_starts(rows, db_inner, db_outer_stride, db_inner_stride)[:, None] + cols[None, :]
             tl.store(da_at, da.to(da_ptr.dtype.element_ty), mask=mask)
             tl.store(db_at, db.to(db_ptr.dtype.element_ty), mask=mask)
         else:
@@ -161,13 +161,13 @@ def launch(tensors: tuple[Tensor, Tensor, Tensor, Tensor], outs: Gates, grads: G
     sums = torch.empty((programs, 2 * heads) if grads is not None else (0,), device=a.device)
     with on_device_of(a):
         _gates_kernel[(programs,)](
-            *_addresses(left),
-            *_addresses(right),
+            *left.addresses,
+            *right.addresses,
             a_log.contiguous(),
             dt_bias.contiguous(),
             *outs,
-            *_addresses(into[0]),
-            *_addresses(into[1]),
+            *into[0].addresses,
+            *into[1].addresses,
             sums,
             left.count,
             heads,
@@ -178,10 +178,6 @@ def launch(tensors: tuple[Tensor, Tensor, Tensor, Tensor], outs: Gates, grads: G
             num_warps=4,
         )
     return sums if grads is None else column_sums(sums).view(2, heads)
-
-
-def _addresses(rows: StridedRows) -> tuple[Tensor, int, int, int]:
-    return rows.tensor, rows.inner, rows.outer_stride, rows.inner_stride
 
 
 class _Gates(torch.autograd.Function):

@@ -80,7 +80,7 @@ class ExpertStack:
             Not looked at without a and b: those that are switched off.
         bias: (E, O). It gets a gradient where it requires one.
         transposed: the weight's layout.
-        copy: a trained weight in the dtype of the products, cast already (``ftkernels.weight_copies``). None casts it
+        copy: a trained weight in the dtype of the products, cast already (``ftkernels.projection``). None casts it
             in each call, and again in backward.
     """
 
@@ -151,7 +151,6 @@ def lora_experts(
         added: (..., H'), added to the sum, such as the residual stream.
         save: what is saved for backward. Both give the same bits. "gate_up": the outputs of the first layer. "input":
             x alone, before anything is computed; backward computes the first layer again.
-        backend: see ``ftkernels.device.choose_backend``.
 
     Raises:
         ValueError: shapes that do not fit, a packed base weight, or one that is trained beneath an adapter.

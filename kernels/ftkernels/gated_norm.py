@@ -30,9 +30,7 @@ from ftkernels.device import (
     rounded,
     store_dtype,
 )
-from ftkernels.primitives import activate
-from ftkernels.row_sums import column_sums
-from ftkernels.rows import StridedRows, as_rows
+from ftkernels.primitives import activate, as_rows, column_sums, row_starts
 
 #: Elements of a tile, programs that share the rows where dw is wanted, and the widest row.
 _ELEMENTS, _PROGRAMS, _WIDEST = 4096, 528, 4096
@@ -62,12 +60,6 @@ def gated_norm_reference(x: Tensor, z: Tensor, weight: Tensor, eps: float) -> Te
     wide, gate = x.to(acc), z.to(acc)
     n = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return (weight.to(acc) * n * gate * torch.sigmoid(gate)).to(x.dtype).contiguous()
-
-
-@triton.jit
-def _places(rows, inner, outer_stride, inner_stride, cols):
-    rows = rows.to(tl.int64)
-    return ((rows // inner) * outer_stride + (rows % inner) * inner_stride)[:, None] + cols[None, :]
 
 
 @triton.jit
@@ -107,20 +99,32 @@ def _norm_kernel(
     for block in range(blocks):
         rows = (tl.program_id(0) * blocks + block) * ROWS + tl.arange(0, ROWS)
         mask = (rows < M)[:, None] & (cols < D)[None, :]
-        x = tl.load(x_ptr + _places(rows, x_inner, x_outer_stride, x_inner_stride, cols), mask=mask, other=0.0)
-        z = tl.load(z_ptr + _places(rows, z_inner, z_outer_stride, z_inner_stride, cols), mask=mask, other=0.0)
+        x = tl.load(
+            x_ptr + row_starts(rows, x_inner, x_outer_stride, x_inner_stride)[:, None] + cols[None, :],
+            mask=mask,
+            other=0.0,
+        )
+        z = tl.load(
+            z_ptr + row_starts(rows, z_inner, z_outer_stride, z_inner_stride)[:, None] + cols[None, :],
+            mask=mask,
+            other=0.0,
+        )
         x = x.to(tl.float32)
         rstd = (1.0 / tl.sqrt(tl.sum(x * x, 1) / D + eps))[:, None]
         n = x * rstd
         unit, slope = activate(z.to(tl.float32), "silu")
         at = rows.to(tl.int64)[:, None] * D + cols[None, :]
         if BACKWARD:
-            dy = tl.load(dy_ptr + _places(rows, dy_inner, dy_outer_stride, dy_inner_stride, cols), mask=mask, other=0.0)
+            dy = tl.load(
+                dy_ptr + row_starts(rows, dy_inner, dy_outer_stride, dy_inner_stride)[:, None] + cols[None, :],
+                mask=mask,
+                other=0.0,
+            )
             dy = dy.to(tl.float32)
             dn = dy * w * unit
             dx = rstd * (dn - n * (tl.sum(dn * n, 1) / D)[:, None])
             tl.store(out_ptr + at, dx.to(out_ptr.dtype.element_ty), mask=mask)
-            dz_at = dz_ptr + _places(rows, dz_inner, dz_outer_stride, dz_inner_stride, cols)
+            dz_at = dz_ptr + row_starts(rows, dz_inner, dz_outer_stride, dz_inner_stride)[:, None] + cols[None, :]
             tl.store(dz_at, (dy * w * n * slope).to(dz_ptr.dtype.element_ty), mask=mask)
             if WANT_DW:
                 dw += dy * n * unit
@@ -170,12 +174,12 @@ def launch(
     partial = torch.empty((programs, width) if want_dw else (0,), device=x.device)
     with on_device_of(x):
         _norm_kernel[(programs,)](
-            *_addresses(rows_of_x),
-            *_addresses(rows_of_z),
-            *_addresses(rows_of_x if dy is None else as_rows(dy)),
+            *rows_of_x.addresses,
+            *rows_of_z.addresses,
+            *(rows_of_x if dy is None else as_rows(dy)).addresses,
             weight.contiguous(),
             out,
-            *_addresses(as_rows(dz)),
+            *as_rows(dz).addresses,
             partial,
             rows_of_x.count,
             blocks,
@@ -188,7 +192,3 @@ def launch(
             num_warps=4,
         )
     return column_sums(partial) if want_dw else None
-
-
-def _addresses(rows: StridedRows) -> tuple[Tensor, int, int, int]:
-    return rows.tensor, rows.inner, rows.outer_stride, rows.inner_stride

@@ -250,10 +250,7 @@ def grouped_outer(thin: Tensor, wide: Tensor, groups: Groups, *, rows: Tensor | 
     dtype = accumulate_dtype(wide.dtype)
     rank, columns = int(thin.shape[1]), int(wide.shape[1])
     if groups.tiles is None:
-        source = wide if rows is None else wide[rows.long()]
-        edges = groups.edges.tolist()
-        parts = [thin[a:b].to(dtype).T @ source[a:b].to(dtype) for a, b in pairwise(edges)]
-        return torch.stack(parts)
+        return _outer_torch(thin, wide, groups, None, rows)
     out = torch.empty((groups.count, rank, columns), dtype=dtype, device=wide.device)
     block = 32 if interpreting() else 64
     with on_device_of(wide):
@@ -268,7 +265,7 @@ def grouped_outer(thin: Tensor, wide: Tensor, groups: Groups, *, rows: Tensor | 
 
 def grouped_weight(
     left: Tensor, right: Tensor, groups: Groups, *, left_rows: Tensor | None = None, right_rows: Tensor | None = None,
-    dtype: torch.dtype | None = None, tile: WeightTile | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
     """(G, A, B) in ``dtype``, or the accumulation dtype: left (M or T, A), right (M or T, B), each read at its rows. A
     group without rows has zeros.
@@ -276,10 +273,8 @@ def grouped_weight(
     a, b, wide = int(left.shape[1]), int(right.shape[1]), accumulate_dtype(left.dtype)
     dtype = wide if dtype is None else dtype
     if groups.tiles is None:
-        pairs = [(x if at is None else x[at.long()]) for x, at in ((left, left_rows), (right, right_rows))]
-        parts = [pairs[0][i:j].to(wide).T @ pairs[1][i:j].to(wide) for i, j in pairwise(groups.edges.tolist())]
-        return torch.stack(parts).to(dtype)
-    tile = tile or _weight_tile(groups, left.dtype)
+        return _outer_torch(left, right, groups, left_rows, right_rows).to(dtype)
+    tile = _weight_tile(groups, left.dtype)
     parts_a, parts_b = triton.cdiv(a, tile.left), triton.cdiv(b, tile.right)
     out = torch.empty((groups.count, a, b), dtype=store_dtype(dtype), device=left.device)
     with on_device_of(left):
@@ -400,6 +395,14 @@ def _product_torch(
         y = y if low is None else y + low.thin[first:end] @ low.wide[group]
         parts.append(y if bias is None else y + bias[group])
     return torch.cat(parts)
+
+
+def _outer_torch(
+    left: Tensor, right: Tensor, groups: Groups, left_rows: Tensor | None, right_rows: Tensor | None
+) -> Tensor:
+    dtype = accumulate_dtype(right.dtype)
+    a, b = (x if at is None else x[at.long()] for x, at in ((left, left_rows), (right, right_rows)))
+    return torch.stack([a[i:j].to(dtype).T @ b[i:j].to(dtype) for i, j in pairwise(groups.edges.tolist())])
 
 
 def unit_reference(both: Tensor, unit: Unit, *, interleaved: bool = False) -> Tensor:

@@ -39,7 +39,6 @@ def host_rows(table: Tensor, ids: Tensor, *, backend: BackendName = "auto") -> T
         table: (V, H) floating, contiguous, on the host: pinned where ``ids`` are on a GPU.
         ids: (...) int64 or int32, each in [0, V). The row of another one is NaN: no kernel may read what is not there,
             and nothing wrong may pass for a row.
-        backend: see ``ftkernels.device.choose_backend``.
 
     Returns:
         (..., H) in ``table``'s dtype.

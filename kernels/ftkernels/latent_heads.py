@@ -25,8 +25,15 @@ from torch.autograd.function import once_differentiable
 
 from ftkernels.device import BackendName, choose_backend, on_device_of, rounded, store_dtype, triton_dtype
 from ftkernels.limits import RopeLayout
-from ftkernels.rope import apply_rope_reference
-from ftkernels.rope_parts import features, load_features, load_rotation, rotate, rotation_arguments, store_features
+from ftkernels.rope import (
+    apply_rope_reference,
+    features,
+    load_features,
+    load_rotation,
+    rotate,
+    rotation_arguments,
+    store_features,
+)
 
 #: Heads that a program has in its registers at once.
 _HEADS = 4

@@ -21,6 +21,13 @@ needs scaling, dweight is not, and is computed in backward from a second pass ov
 
 Labels equal to ``ignore_index`` are dropped before the head's GEMM: prompt tokens cost nothing. Labels are not
 shifted here.
+
+A loss that is divided by its tokens in the forward pass has the gradient 1 in backward. Whether it is, only the device
+knows, and the host must not wait for it: ``scale_`` reads and writes nothing then.
+
+Of a weight that is the embedding's as well, the head's gradient (V, H) is dense and comes first in a backward pass; the
+embedding's has a row for each token and comes last. Autograd would make the second one dense, zeros for the most part,
+and add the two. Here the head hands its own over, and the embedding adds its rows to it.
 """
 
 from __future__ import annotations
@@ -30,15 +37,101 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
+import triton
+import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ftkernels.cross_entropy import LossOptions, cross_entropy_rows, cross_entropy_rows_reference
-from ftkernels.device import BackendName, accumulate_dtype, choose_backend, without_autocast
+from ftkernels.device import BackendName, accumulate_dtype, choose_backend, on_device_of, triton_dtype, without_autocast
 from ftkernels.gemm import add_mm_accurate_, compute_dtype, mm_accurate
 from ftkernels.limits import LOSS_VOCABULARY_SLAB, loss_rows
-from ftkernels.scale import scale_
-from ftkernels.tied_embedding import HeadGradient
+
+_BLOCK = 8192
+
+
+@triton.jit
+def _scale_kernel(x_ptr, factor_ptr, count, ACC: tl.constexpr, BLOCK: tl.constexpr):
+    factor = tl.load(factor_ptr).to(ACC)
+    if factor != 1.0:
+        at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        mask = at < count
+        tl.store(x_ptr + at, tl.load(x_ptr + at, mask=mask, other=0.0) * factor, mask=mask)
+
+
+def scale_(x: Tensor, factor: Tensor, *, backend: BackendName = "auto") -> Tensor:
+    """``x *= factor`` in place, without a pass over ``x`` where ``factor`` is one; autograd does not see it.
+
+    Args:
+        x: float32 or float64, contiguous.
+        factor: a scalar on the device of ``x``.
+
+    Raises:
+        ValueError: another dtype, or memory with gaps.
+    """
+    if x.dtype not in (torch.float32, torch.float64) or not x.is_contiguous() or factor.numel() != 1:
+        raise ValueError(f"cannot scale {x.dtype} of {tuple(x.shape)} by {tuple(factor.shape)} in place")
+    with torch.no_grad():
+        if not choose_backend(x.device, backend).is_triton:
+            return x.mul_(factor)
+        if x.numel():
+            with on_device_of(x):
+                grid = (triton.cdiv(x.numel(), _BLOCK),)
+                _scale_kernel[grid](x, factor, x.numel(), ACC=triton_dtype(x.dtype), BLOCK=_BLOCK, num_warps=8)
+    return x
+
+
+class HeadGradient:
+    """The head's gradient on its way to the embedding's backward pass."""
+
+    def __init__(self) -> None:
+        self._held: Tensor | None = None
+
+    def put(self, gradient: Tensor) -> None:
+        """Hands over the head's share, which is the taker's to write on.
+
+        Raises RuntimeError when an earlier one was never taken: it would be missing from the weight's gradient.
+        """
+        if self._held is not None:
+            self._held = None
+            raise RuntimeError("a head's gradient was handed over, and its embedding had no backward pass")
+        self._held = gradient
+
+    def take(self) -> Tensor | None:
+        """Returns the gradient that was handed over, once."""
+        held, self._held = self._held, None
+        return held
+
+
+class _Lookup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, ids: Tensor, head: HeadGradient, padding_idx: int | None) -> Tensor:
+        ctx.save_for_backward(ids)
+        ctx.head, ctx.shape, ctx.dtype, ctx.padding_idx = head, weight.shape, weight.dtype, padding_idx
+        return F.embedding(ids, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, None, None, None]:
+        (ids,) = ctx.saved_tensors
+        if ctx.padding_idx is not None:  # whose row learns nothing here
+            dy = dy.masked_fill((ids == ctx.padding_idx)[..., None], 0.0)
+        total = ctx.head.take()
+        if total is None:
+            total = torch.zeros(ctx.shape, dtype=ctx.dtype, device=dy.device)
+        # Sorted by id, and added in that order: the same bits in every run.
+        total.index_put_((ids.reshape(-1),), dy.reshape(-1, dy.shape[-1]).to(total.dtype), accumulate=True)
+        return total.to(ctx.dtype), None, None, None
+
+
+def tied_embedding(ids: Tensor, weight: Tensor, head: HeadGradient, padding_idx: int | None = None) -> Tensor:
+    """``weight[ids]``, (...) int64 -> (..., H), whose backward pass adds to what ``head`` was handed, if anything.
+
+    ``padding_idx``: as in ``torch.nn.functional.embedding``.
+    """
+    found: Tensor = _Lookup.apply(weight, ids, head, padding_idx)
+    return found
+
 
 Reduction = Literal["sum", "mean", "none"]
 
@@ -90,12 +183,11 @@ def linear_cross_entropy(
         rows: (R,) int64, what ``labelled_rows`` gives for ``labels``, on their device, where the caller knows it:
             finding it out waits for the device.
         handed: takes the weight's gradient in place of autograd; the embedding that has the same weight
-            (``ftkernels.tied_embedding``) adds to it.
+            (``ftkernels.linear_cross_entropy``) adds to it.
         large_chunks: where the head is trained, chunks whose logits take as much memory as its gradient, over which
             there are fewer passes then.
         head_rows: rows of a frozen ``weight`` that are trained, which hold what the weight has there. They get their
             gradient in its place. Not with "none".
-        backend: see ``ftkernels.device.choose_backend``.
 
     Returns:
         The loss, float32 (float64 for float64 inputs): a scalar, or (N,) with "none". With ``with_accuracy`` a pair.

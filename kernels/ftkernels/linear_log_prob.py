@@ -76,7 +76,6 @@ def linear_log_prob(
         rows: (R,) int64, what ``labelled_rows`` gives for ``labels``, where the caller knows it: finding it out waits
             for the device.
         tile: rows and entries of the vocabulary whose logits exist at a time.
-        backend: see ``ftkernels.device.choose_backend``.
 
     Returns:
         Log-probabilities and entropies in nats, (N,) float32 (float64 for float64 inputs), 0 where ignored.

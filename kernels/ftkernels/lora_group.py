@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ftkernels.device import BackendName, without_autocast
+from ftkernels.gemm import lowrank_add
 from ftkernels.lowrank import enter_base, group_backward, products
-from ftkernels.lowrank_add import lowrank_add
 from ftkernels.lowrank_plan import GroupPlan, Packed, adapter_tensors, make_plan
 from ftkernels.projection import (
     Norm,
@@ -48,7 +48,6 @@ def lora_group(
         z: (..., I), the residual stream when ``norm`` is given.
         projections: (O_p, I) layers. One GEMM when their weights were joined (``join_weights``).
         norm: applied to z first.
-        backend: see ``ftkernels.device.choose_backend``.
 
     Returns:
         ``GroupOutput``, contiguous, in the products' dtype. Using ``residual`` for the residual connection instead of

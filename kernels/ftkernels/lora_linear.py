@@ -21,8 +21,8 @@ from torch.autograd.function import once_differentiable
 
 from ftkernels.device import BackendName, without_autocast
 from ftkernels.early import EarlySave
+from ftkernels.gemm import lowrank_add
 from ftkernels.lowrank import enter, enter_base, group_backward, products, project
-from ftkernels.lowrank_add import lowrank_add
 from ftkernels.lowrank_plan import GroupPlan, Packed, adapter_tensors, make_plan, pack_adapters
 from ftkernels.projection import (
     Norm,
@@ -56,7 +56,6 @@ def lora_linear(
         save: "products" saves what the module docstring lists. "input" saves z alone, before anything is computed: a
             checkpoint then stops in front of the product, and backward computes the small rest again. Both give the
             same bits.
-        backend: see ``ftkernels.device.choose_backend``.
 
     Returns:
         (..., O) in the products' dtype, promoted with the residual's.

@@ -28,9 +28,8 @@ from torch.autograd.function import once_differentiable
 
 from ftkernels.device import BackendName, without_autocast
 from ftkernels.early import EarlySave
-from ftkernels.gemm import add_mm_
-from ftkernels.glu import ACTIVATIONS, glu_backward_torch, glu_reference
-from ftkernels.glu_kernels import GluLowRank, glu_backward, glu_forward
+from ftkernels.gemm import add_mm_, lowrank_add
+from ftkernels.glu import ACTIVATIONS, GluLowRank, glu_backward, glu_backward_torch, glu_forward, glu_reference
 from ftkernels.limits import Activation
 from ftkernels.lowrank import (
     AdapterInputs,
@@ -45,8 +44,8 @@ from ftkernels.lowrank import (
     project,
     weight_grads,
 )
-from ftkernels.lowrank_add import lowrank_add
 from ftkernels.lowrank_plan import GroupPlan, Packed, adapter_tensors, make_plan, pack_a, pack_b
+from ftkernels.primitives import RowSums
 from ftkernels.projection import (
     Norm,
     Projection,
@@ -55,7 +54,6 @@ from ftkernels.projection import (
     project_reference,
     weight_tensors,
 )
-from ftkernels.row_sums import RowSums
 from ftkernels.side_stream import SideStream
 
 ResidualMode = Literal["none", "add", "return"]
@@ -92,7 +90,6 @@ def lora_mlp(
             "gate_up_once": the same, but the first backward writes the gradients over them, which saves 4 * M * F
             bytes in half precision. A second backward through a retained graph computes them again.
             "input": z alone, before anything is computed; backward computes norm, gate and up again.
-        backend: see ``ftkernels.device.choose_backend``.
 
     Raises:
         ValueError: shapes that do not fit, a packed base weight, one that is trained beneath an adapter, or an unknown

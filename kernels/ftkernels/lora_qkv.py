@@ -13,6 +13,10 @@ Or one layer gives q, k and v in turn (Phi-3), with one A and B between them, an
 Saved: z, rstd, xa (B*S, 3K), the packed adapters, cos and sin. q, k and v are views of one buffer, which this backward
 does not need; attention saves them for its own. With norms by head v is a view of the buffer before them, which is
 saved, and q and k of another one.
+
+A q projection may give the gate of attention's output as well (Qwen3-Next, Qwen3.5): the rows of W_q are then, head by
+head, those of the query and those of its gate, D each. The gate is neither normalised nor rotated;
+``ftkernels.output_gate`` uses it behind attention.
 """
 
 from __future__ import annotations
@@ -26,9 +30,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ftkernels.device import BackendName, without_autocast
+from ftkernels.gemm import lowrank_add
 from ftkernels.limits import NormSpan, RopeLayout
+from ftkernels.lora_group import lora_group, lora_group_reference
 from ftkernels.lowrank import enter_base, group_backward, products
-from ftkernels.lowrank_add import lowrank_add
 from ftkernels.lowrank_plan import GroupPlan, Packed, adapter_tensors, make_plan
 from ftkernels.projection import (
     Norm,
@@ -86,7 +91,6 @@ def lora_qkv(
         rope: (cos, sin), each (B or 1, S, R) with R <= D: the first R features of a head are rotated. None leaves q and
             k unrotated.
         rope_layout: the features that are rotated together; see ``ftkernels.rope``.
-        backend: see ``ftkernels.device.choose_backend``.
 
     Returns:
         ``QKV``; q, k and v are strided views with a contiguous last dimension. Using ``residual`` for the residual
@@ -351,3 +355,77 @@ def _filled(spec: _Spec, grads: tuple[Tensor | None, ...], batch: int, seq_len: 
         for g, heads in zip(grads, spec.heads, strict=True)
     ]
     return filled[0], filled[1], filled[2]
+
+
+class GatedQKV(NamedTuple):
+    """q (B, Hq, S, D), k and v (B, Hk, S, D), the gate (B, S, Hq, D), and z again for the residual connection."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    gate: Tensor
+    residual: Tensor
+
+
+def lora_gated_qkv(
+    z: Tensor,
+    q: Projection,
+    k: Projection,
+    v: Projection,
+    *,
+    head_dim: int,
+    norm: Norm | None = None,
+    head_norms: tuple[Norm, Norm] | None = None,
+    rope: tuple[Tensor, Tensor] | None = None,
+    rope_layout: RopeLayout = "halves",
+    backend: BackendName = "auto",
+) -> GatedQKV:
+    """Queries, keys, values and gates. ``q`` is a (2 * Hq * D, I) layer; the other arguments are of ``lora_qkv``.
+
+    Raises:
+        ValueError: shapes that do not fit, a packed base weight, or one that is trained beneath an adapter.
+    """
+    heads = _gated_heads(q, k, v, head_dim)
+    epilogue = Epilogue(head_norms, "head", norm_after_rope=False, rope=rope, rope_layout=rope_layout)
+    check_epilogue(epilogue, head_dim, heads[0] * head_dim, heads[1] * head_dim)
+    y, residual = lora_group(z, (q, k, v), norm=norm, backend=backend)
+    query, gate, key, value = _parts(y, heads, head_dim)
+    bare = QKV(*(x.transpose(1, 2) for x in (query, key, value)), residual)
+    made = apply_apart(bare, y.dtype, epilogue, backend)
+    return GatedQKV(made.q, made.k, made.v, gate, made.residual)
+
+
+def lora_gated_qkv_reference(
+    z: Tensor,
+    q: Projection,
+    k: Projection,
+    v: Projection,
+    *,
+    head_dim: int,
+    norm: Norm | None = None,
+    head_norms: tuple[Norm, Norm] | None = None,
+    rope: tuple[Tensor, Tensor] | None = None,
+    rope_layout: RopeLayout = "halves",
+) -> GatedQKV:
+    """The same in plain torch with torch's own autograd."""
+    y, residual = lora_group_reference(z, (q, k, v), norm=norm)
+    query, gate, key, value = _parts(y, _gated_heads(q, k, v, head_dim), head_dim)
+    bare = QKV(*(x.transpose(1, 2) for x in (query, key, value)), residual)
+    epilogue = Epilogue(head_norms, "head", norm_after_rope=False, rope=rope, rope_layout=rope_layout)
+    made = apply_apart(bare, y.dtype, epilogue, "torch")
+    return GatedQKV(made.q, made.k, made.v, gate, made.residual)
+
+
+def _gated_heads(q: Projection, k: Projection, v: Projection, head_dim: int) -> tuple[int, int]:
+    """Query heads and key heads."""
+    rows = q.out_features, k.out_features, v.out_features
+    if rows[0] % (2 * head_dim) or rows[1] % head_dim or rows[1] != rows[2]:
+        raise ValueError(f"{rows} features do not make heads of {head_dim}, of queries with their gates")
+    return rows[0] // (2 * head_dim), rows[1] // head_dim
+
+
+def _parts(y: Tensor, heads: tuple[int, int], head_dim: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Queries, gates, keys and values by head, (B, S, heads, D): views. torch joins their gradients at once."""
+    both, key, value = y.split([2 * heads[0] * head_dim, *[heads[1] * head_dim] * 2], dim=-1)
+    query, gate = both.unflatten(-1, (heads[0], 2 * head_dim)).split(head_dim, dim=-1)
+    return query, gate, key.unflatten(-1, (heads[1], head_dim)), value.unflatten(-1, (heads[1], head_dim))

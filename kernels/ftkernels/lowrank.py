@@ -32,14 +32,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ftkernels.device import accumulate_dtype
-from ftkernels.fp8 import Fp8Rows
-from ftkernels.fp8_kernels import E4M3, e4m3_store
+from ftkernels.fp8 import E4M3, Fp8Rows, e4m3_store
 from ftkernels.gemm import add_mm_, mm_accurate
 from ftkernels.limits import WIDEST_ROW
 from ftkernels.lowrank_plan import GroupPlan, Packed, pack_adapters
-from ftkernels.norm_parts import norm_backward, norm_backward_torch, norm_forward, norm_forward_torch
+from ftkernels.primitives import RowSums, row_sums
 from ftkernels.projection import dense, gradient_dtype, joint_matrix, multiplies, weight_tensors
-from ftkernels.row_sums import RowSums, row_sums
+from ftkernels.rms_norm import norm_backward, norm_backward_torch, norm_forward, norm_forward_torch
 from ftkernels.side_stream import SideStream
 from ftkernels.thin_products import OfA, OfB, ThinGrads, takes, thin_products
 
@@ -200,7 +199,7 @@ def group_backward(
 ) -> GroupGrads:
     """Everything behind dy (M, sum O) in ``plan.dtype``, which is not written.
 
-    x: (M, I) as saved: before the norm when there is one. dxa: its partial sums for ``ftkernels.row_sums``, or None:
+    x: (M, I) as saved: before the norm when there is one. dxa: its partial sums for ``ftkernels.primitives``, or None:
     computed here.
     d_pass: (M, I) gradient of the residual that left beside the group, added to dx. ``wants``: for x, the norm weight,
     a and b of every projection, then weight and bias of every projection. entered: what the projections read, where

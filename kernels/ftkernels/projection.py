@@ -1,5 +1,12 @@
 """Linear layers as data, checked: frozen ones with LoRA adapters, or trained ones; and their weights, joined where they
 share an input.
+
+The adapters of a whole model are packed at once, in a few launches (``AdapterPacks``). The layout, and the bits, are
+those of ``ftkernels.lowrank_plan``: rows of ``a`` are ``scaling * A``, multiplied in the adapter's own dtype and
+rounded once; ``b`` holds the B above each other; what a smaller rank leaves is 0.
+
+Trained weights are cast to the products' dtype once after each change (``WeightCopies``). Those of a group lie one
+behind the other, so that its product is one (``projection.joined``).
 """
 
 from __future__ import annotations
@@ -13,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ftkernels.gemm import compute_dtype
-from ftkernels.limits import NormForm
+from ftkernels.limits import NormForm, packed_rank
 from ftkernels.rms_norm import rms_norm_reference
 from ftkernels.side_stream import DeferredStream
 
@@ -87,10 +94,10 @@ class Projection:
         a, b: the adapter, (R, I) and (O, R); both or neither.
         scaling: alpha / r, or alpha / sqrt(r) for rsLoRA.
         dropout: probability that an element of the adapter's input is dropped; 0 when not training.
-        packed: the adapters of the group that this layer is in, packed already (``ftkernels.adapter_packs``): every
+        packed: the adapters of the group that this layer is in, packed already (``ftkernels.projection``): every
             layer of the group has the same. None packs them in each call.
         deferred: where the gradients of adapters may be made, of the group that this layer is in.
-        copy: (O, I), a trained weight in the dtype of the products, cast already (``ftkernels.weight_copies``). None
+        copy: (O, I), a trained weight in the dtype of the products, cast already (``ftkernels.projection``). None
             casts it in each call.
     """
 
@@ -233,3 +240,90 @@ def join_weights(parameters: Sequence[Tensor]) -> Tensor:
     for p, part in zip(parameters, buffer.split([p.shape[0] for p in parameters]), strict=True):
         p.data = part
     return buffer
+
+
+class AdapterPacks:
+    """One ``Packed`` for each group, in memory that stays where it is. They hold nothing before ``refresh``.
+
+    Args:
+        groups: the projections of each group; those without an adapter take up zeros.
+        dtype: of the groups' products.
+
+    ``packs[i]`` belongs to ``groups[i]``; None where no projection of the group has an adapter.
+    """
+
+    def __init__(self, groups: Sequence[Sequence[Projection]], dtype: torch.dtype) -> None:
+        self.packs: list[Packed | None] = []
+        self._a: list[tuple[Tensor, Tensor, float]] = []  # from, to, scaling
+        self._b: list[tuple[Tensor, Tensor]] = []
+        for group in groups:
+            self.packs.append(self._add(group, dtype))
+
+    def _add(self, group: Sequence[Projection], dtype: torch.dtype) -> Packed | None:
+        device = next((p.a.device for p in group if p.a is not None), None)
+        if device is None:
+            return None
+        rank = packed_rank(max(p.rank for p in group))
+        a = torch.zeros((len(group) * rank, int(group[0].weight.shape[1])), dtype=dtype, device=device)
+        b = torch.zeros((sum(p.out_features for p in group), rank), dtype=dtype, device=device)
+        row = 0
+        for index, p in enumerate(group):
+            if p.a is not None and p.b is not None:
+                start = index * rank
+                self._a.append((p.a.detach(), a[start : start + p.rank], p.scaling))
+                self._b.append((p.b.detach(), b[row : row + p.out_features, : p.rank]))
+            row += p.out_features
+        return Packed(a, b)
+
+    def refresh(self) -> None:
+        """Copies the adapters as they are now into the packs."""
+        if not self._a:
+            return
+        scaled = torch._foreach_mul([source for source, _, _ in self._a], [scaling for _, _, scaling in self._a])
+        torch._foreach_copy_([target for _, target, _ in self._a], list(scaled))
+        torch._foreach_copy_([target for _, target in self._b], [source for source, _ in self._b])
+
+
+class WeightCopies:
+    """A copy of every trained weight of another dtype than its group's products, in memory that stays where it is.
+
+    Args:
+        groups: the projections of each group.
+        dtype: of the groups' products.
+
+    ``copies[i]`` belongs to ``groups[i]``: one (O, I) for each projection; none where the group needs no copies. They
+    hold nothing before ``refresh``. ``pairs`` are all weights that have one, with it.
+    """
+
+    def __init__(self, groups: Sequence[Sequence[Projection]], dtype: torch.dtype) -> None:
+        self.copies: list[tuple[Tensor, ...]] = []
+        self.pairs: list[tuple[Tensor, Tensor]] = []
+        self._fresh, self._dtype = False, dtype
+        for group in groups:
+            self.copies.append(self._of_group([t for t in weight_tensors(group)[::2] if t is not None], len(group)))
+
+    def _of_group(self, weights: list[Tensor], count: int) -> tuple[Tensor, ...]:
+        if len(weights) < count or all(weight.dtype == self._dtype for weight in weights):
+            return ()
+        first, rows = weights[0], [int(weight.shape[0]) for weight in weights]
+        parts = torch.empty((sum(rows), int(first.shape[1])), dtype=self._dtype, device=first.device).split(rows)
+        self.pairs += zip(weights, parts, strict=True)
+        return parts
+
+    def add(self, weight: Tensor) -> Tensor | None:
+        """A copy of one more trained weight, of any shape; None where it has the products' dtype."""
+        if weight.dtype == self._dtype:
+            return None
+        copy = torch.empty_like(weight, dtype=self._dtype, requires_grad=False)
+        self.pairs.append((weight, copy))
+        return copy
+
+    def outdate(self) -> None:
+        """The weights have changed and the copies have not: the next ``refresh`` copies them."""
+        self._fresh = False
+
+    def refresh(self) -> None:
+        """Copies the weights as they are now, where they have changed since the last time."""
+        if self.pairs and not self._fresh:
+            torch._foreach_copy_([copy for _, copy in self.pairs], [weight.detach() for weight, _ in self.pairs])
+        self._fresh = True

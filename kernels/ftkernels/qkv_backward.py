@@ -11,15 +11,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ftkernels.device import accumulate_dtype, on_device_of, rounded, store_dtype, triton_store_dtype
-from ftkernels.qkv_parts import HeadNorms, Rotary, head_rstd, head_weights, qkv_constants
-from ftkernels.qkv_width import group_sum
-from ftkernels.rope_parts import features, lane_gap, lanes, load_features, load_rotation, rotate, store_features
-from ftkernels.tiles import Tile
+from ftkernels.device import Tile, accumulate_dtype, on_device_of, rounded, store_dtype, triton_store_dtype
+from ftkernels.qkv_parts import HeadNorms, Rotary, group_sum, head_rstd, head_weights, qkv_constants
+from ftkernels.rope import features, lane_gap, lanes, load_features, load_rotation, rotate, store_features
 
 
 class QkvGrads(NamedTuple):
-    """d (M, N); dxa, its partial sums (P, M, 3 * K or K) in the accumulation dtype for ``ftkernels.row_sums``, or None
+    """d (M, N); dxa, its partial sums (P, M, 3 * K or K) in the accumulation dtype, or None
     without adapters; dw, partial sums (P, 2 * D) of the norms' gradients in that dtype, (P, (Hq + Hk) * D) over the
     width, empty where not wanted.
     """
@@ -220,7 +218,7 @@ def _backward_kernel(
 ):
     """A program's rows and its share of the q, the k and the v heads; dxa_ptr is (splits, M, 3 * K), with JOINED
     (splits, M, K), dw_ptr (row blocks, splits, 2, D). Without NORMED neither y, the weights nor dw are touched. With
-    GROUPS the norms are over the width: sums_ptr is what ``qkv_width.width_sums`` gives, (M, 4, GROUPS), and dw_ptr
+    GROUPS the norms are over the width: sums_ptr is what ``qkv_parts.width_sums`` gives, (M, 4, GROUPS), and dw_ptr
     (row blocks, Hq + Hk, D).
     """
     rows = tl.program_id(0) * BM + tl.arange(0, BM)
@@ -302,7 +300,7 @@ def qkv_backward(
     Args:
         b: (N, K), contiguous, where there are adapters.
         y: (M, N) as the forward left it, where heads are normalised (``norms``).
-        sums: over the width, of ``qkv_width.width_sums``.
+        sums: over the width, of ``qkv_parts.width_sums``.
     """
     dq, dk, dv = contiguous_heads(grads)
     batch, _, seq_len, head_dim = dq.shape

@@ -8,7 +8,7 @@ or v), with the low-rank terms of adapters where there are any:
     y_h = rope(n_h * w_p)                        q and k only; forms as in ``ftkernels.rms_norm``, w + 1 for Gemma's
 
 The mean is over all heads of p where the norm is over the width (OLMo-2, OLMo-3), w_p then a row for each head, and the
-sums come from ``ftkernels.qkv_width``, which adds the low-rank terms. ``rope`` may be nothing, or be taken of x_h in
+sums come from ``ftkernels.qkv_parts``, which adds the low-rank terms. ``rope`` may be nothing, or be taken of x_h in
 front of the norm (HunYuan), and there may be no w. Backward, from dq, dk, dv with any strides, n formed again from x:
 
     g_h = rope.T(dy_h),   gw = g_h * w_p,   d_h = rstd * (gw - n_h * mean(gw * n_h))      d_h = dy_h for v
@@ -27,17 +27,25 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ftkernels.device import gpu_of, on_device_of, rounded, store_dtype, triton_store_dtype
+from ftkernels.device import Tile, gpu_of, on_device_of, rounded, store_dtype, tile_for, triton_store_dtype
+from ftkernels.primitives import column_sums
 from ftkernels.qkv_backward import contiguous_heads, qkv_backward
-from ftkernels.qkv_parts import FEW_ROWS, HeadNorms, Rotary, head_rstd, head_weights, qkv_constants
-from ftkernels.qkv_width import group_sum, width_squares, width_sums
-from ftkernels.rope_parts import features, lane_gap, lanes, load_features, load_rotation, rotate, store_features
-from ftkernels.row_sums import column_sums
-from ftkernels.tiles import Tile, tile_for
+from ftkernels.qkv_parts import (
+    FEW_ROWS,
+    HeadNorms,
+    Rotary,
+    group_sum,
+    head_rstd,
+    head_weights,
+    qkv_constants,
+    width_squares,
+    width_sums,
+)
+from ftkernels.rope import features, lane_gap, lanes, load_features, load_rotation, rotate, store_features
 
 
 class HeadGrads(NamedTuple):
-    """d (M, N); dxa, its partial sums (P, M, 3 * K or K) in the accumulation dtype for ``ftkernels.row_sums``; and
+    """d (M, N); dxa, its partial sums (P, M, 3 * K or K) in the accumulation dtype for ``ftkernels.primitives``; and
     the norms' gradients, of their weights' sizes, in that dtype. None of what is not there or was not wanted.
     """
 
@@ -106,7 +114,7 @@ def _forward_kernel(
 ):
     """A program's rows, ``heads_each`` of the first ``heads`` heads of y (M, N). q and k go to out (M, (Hq + Hk) * D);
     with DELTA the low-rank terms are added to y in place, v's too. With GROUPS the norm is over the width, and
-    squares_ptr is what ``qkv_width.width_squares`` gives, (M, 2, GROUPS).
+    squares_ptr is what ``qkv_parts.width_squares`` gives, (M, 2, GROUPS).
     """
     rows = tl.program_id(0) * BM + tl.arange(0, BM)
     row_ok = rows[:, None] < M

@@ -19,11 +19,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ftkernels.device import gpu_of, on_device_of, rounded, store_dtype
+from ftkernels.device import Tile, gpu_of, on_device_of, rounded, store_dtype, tile_for
 from ftkernels.qkv_backward import qkv_backward
 from ftkernels.qkv_parts import FEW_ROWS, Rotary, qkv_constants
-from ftkernels.rope_parts import features, lane_gap, lanes, load_features, load_rotation, rotate, store_features
-from ftkernels.tiles import Tile, tile_for
+from ftkernels.rope import features, lane_gap, lanes, load_features, load_rotation, rotate, store_features
 
 
 @triton.jit
@@ -149,7 +148,7 @@ def qkv_rope_backward(
     tile: Tile | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """(d (M, N) in ``dtype``, dxa or None: its partial sums (P, M, 3 * K or K) in the accumulation dtype, for
-    ``ftkernels.row_sums``), from dq, dk, dv (B, heads, S, D).
+    ``ftkernels.primitives``), from dq, dk, dv (B, heads, S, D).
     """
     rank = 0 if b is None else b.shape[1]
     tile = tile or backward_tile(gpu_of(dq.device).shared_memory_bytes, rotary.head_dim, rank)

@@ -23,9 +23,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ftkernels.device import accumulate_dtype, gpu_of, on_device_of, triton_dtype, triton_store_dtype
+from ftkernels.device import Tile, accumulate_dtype, gpu_of, on_device_of, tile_for, triton_dtype, triton_store_dtype
 from ftkernels.limits import NormForm
-from ftkernels.tiles import Tile, tile_for
 
 #: Projections of one group, and columns of a thin operand, that the kernel takes.
 MOST_PROJECTIONS, MOST_COLUMNS = 3, 128

@@ -128,7 +128,7 @@ def no_room_for_all() -> None:
 
         return by_layer
 
-    for module in ("ftcli.evaluate.ranks", "ftcli.methods.grpo.rollouts"):
+    for module in ("ftcli.generation.generator", "ftcli.methods.grpo.rollouts"):
         _wrap(f"{module}:generating", around)
 
 

@@ -58,7 +58,7 @@ def acting(narrow: User, monkeypatch: pytest.MonkeyPatch) -> User:
 
 def recipe(user: User, **change: Any) -> str:
     grpo = {**GRPO, "environment": {"file": str(user.folder / "box.py") + ":Box"}, **change.pop("grpo", {})}
-    train = {"max_steps": 4, "gradient_accumulation_steps": 1, "per_device_train_batch_size": 8}
+    train = {"max_steps": change.pop("steps", 1), "gradient_accumulation_steps": 1, "per_device_train_batch_size": 8}
     template = str(asset("models", "tiny-agent") / "chat_template.jinja")
     data = {
         "train": [{"path": "bundled:smoke-agent-train", "max_rows": 12}], "eval": [], "chat_template": template,
@@ -69,7 +69,7 @@ def recipe(user: User, **change: Any) -> str:
 
 def test_rollouts_act_are_rewarded_and_go_on_alike(acting: User) -> None:
     """A checkpoint lies between two uses of the same rollouts."""
-    path = recipe(acting)
+    path = recipe(acting, steps=4)
     acting.done("grpo", path)
     lines = [line for line in acting.metrics("r") if "loss" in line]
     assert any(line["tools/call_frequency"] > 0 for line in lines if "tools/call_frequency" in line)
@@ -148,7 +148,7 @@ def test_a_template_without_tools_is_refused(acting: User) -> None:
 
 
 def test_a_changed_environment_is_another_input(acting: User) -> None:
-    path = recipe(acting)
+    path = recipe(acting, steps=2)
     acting.done("grpo", path)
     acting.cut_off("r")
     (acting.folder / "box.py").write_text(ENVIRONMENT + "\n# changed\n", encoding="utf-8")

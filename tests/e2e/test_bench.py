@@ -28,7 +28,7 @@ def test_a_mix_of_lengths_is_laid_out_as_in_training_and_counted(
     words = (*WORDS, "--lengths", "lognormal:20,0.8", "--set", f"data.padding_free={free}")
     found = user.done("bench", user.recipe(), *words, *(["--eval"] if evaluation else []))
     assert (found["layout"], found["lengths"], found["steps"]) == (layout, "lognormal:20,0.8", 3)
-    sizes = lengths_of("lognormal:20,0.8").sample(16, 60, 3)
+    sizes = lengths_of("lognormal:20,0.8")(16, 60, 3)
     if evaluation:  # training shuffles; its batches are looked at below
         groups = [sizes[start : start + 4] for start in (4, 8, 12)]
         shapes = [Batches(layout, "").shape(group) for group in groups]

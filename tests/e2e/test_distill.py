@@ -77,11 +77,13 @@ def test_what_it_cannot_do_is_refused_by_name(change: dict[str, Any], code: str,
 
 def test_a_column_that_the_teacher_is_to_see_must_be_there(user: User) -> None:
     distill = {**DISTILL, "teacher": None, "teacher_column": "hint"}
-    status, document = user.run("train", user.recipe("r", train=TRAIN, distill=distill, data=DATA))
-    assert status == 4
-    (found,) = (one for one in document["findings"] if one["severity"] == "error")
-    assert found["code"] == "FT453"
-    assert "'hint'" in found["message"]
+    recipe = user.recipe("r", train=TRAIN, distill=distill, data=DATA)
+    for command in ("check", "train"):
+        status, document = user.run(command, recipe)
+        assert status == 4
+        (found,) = (one for one in document["findings"] if one["severity"] == "error")
+        assert found["code"] == "FT453"
+        assert "'hint'" in found["message"]
 
 
 def test_a_teacher_with_other_tokens_is_refused(user: User, tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ DOCS = ROOT / "docs"
 PAGES = [
     ("quickstart", 8, "runs/my-first/report.html"),
     pytest.param("install", 1, "runs/smoke/export/safetensors/model.safetensors", marks=pytest.mark.long),
-    pytest.param("migrating", 12, "outputs/mine/export/safetensors/model.safetensors", marks=pytest.mark.long),
+    pytest.param("migrating", 10, "outputs/mine/export/safetensors/model.safetensors", marks=pytest.mark.long),
     pytest.param("sweeps", 2, "runs/rates/comparison.html", marks=pytest.mark.long),
     pytest.param("evaluation", 5, "runs/watched/eval.json", marks=pytest.mark.long),
     pytest.param("chat", 3, "answer.json", marks=pytest.mark.long),

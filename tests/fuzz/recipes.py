@@ -40,8 +40,20 @@ _ON_PAIRS: dict[str, Any] = {
     }
     for method in ("dpo", "orpo", "simpo", "kto", "reward")
 }
+_TAUGHT: dict[str, Any] = {
+    **TRAINS,
+    "data": SAMPLES["data"],
+    "train": {**TRAINS["train"], "method": "distill"},
+    "distill": {"teacher": "bundled:tiny-gemma2", "max_prompt_length": 40, "max_completion_length": 3},
+}
 #: One of each way to train, by its method.
-BASES: dict[str, dict[str, Any]] = {"sft": TRAINS, "grpo": SAMPLES, **_ON_PAIRS}
+BASES: dict[str, dict[str, Any]] = {"sft": TRAINS, "grpo": SAMPLES, "distill": _TAUGHT, **_ON_PAIRS}
+#: Of a model that sees.
+SEES: dict[str, Any] = {
+    **TRAINS,
+    "model": {"name_or_path": "bundled:tiny-qwen3-vl", "init": "random", "dtype": "float32"},
+    "data": {"train": [{"path": "bundled:smoke-vision-train", "max_rows": 8}], "max_seq_len": 128},
+}
 
 #: What YAML gives a meaning to.
 _TOKENS = (
@@ -94,7 +106,19 @@ def _number(node: Mapping[str, Any], *, whole: bool) -> st.SearchStrategy[Any]:
 
 
 #: Sections that decide what a step computes, and their keys that name files.
-_SECTIONS = ("lora", "train", "grpo", "preference", "reward", "eval", "checkpoint", "quantization", "data", "model")
+_SECTIONS = (
+    "lora",
+    "train",
+    "grpo",
+    "distill",
+    "preference",
+    "reward",
+    "eval",
+    "checkpoint",
+    "quantization",
+    "data",
+    "model",
+)
 _FILES = ("data.train", "data.eval", "eval.tasks", "grpo.rewards", "model.name", "model.tokenizer", "model.rev")
 
 

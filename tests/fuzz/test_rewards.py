@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 from ftcli.config.evaluation import RewardConfig
 from ftcli.errors import FtcliError
 from ftcli.judges import CompletionBatch, open_judge
+from ftcli.judges.environment import EnvironmentPool
+from ftcli.judges.verdicts import FailedJudgement
 from tests.fuzz.budget import examples
 from tests.fuzz.contract import hold_refusal
 from tests.fuzz.values import FLOATS, NUMBERS, anything
@@ -136,4 +138,59 @@ def test_reward_files(folder: Path, source: str, columns: dict[str, Any], on_err
         assert all(
             score is None or (type(score) is float and abs(score) <= 1e12) for values in scores for score in values
         )
+    assert time.monotonic() - began < 120, "it hangs"
+
+
+_CLASS = """np = __import__('numpy')
+class Box:
+    {} reset({}):
+        {}
+    {} put({}):
+        '''Puts.
+
+        Args:
+            text: What.
+        '''
+        {}
+    {} get_reward({}):
+        {}
+"""
+_DEFS = st.sampled_from(["def", "def", "def", "async def", "@staticmethod\n    def", "@property\n    def"])
+_does = st.one_of(
+    _VALUES.map("return {}".format),
+    _RAISED.map("raise {}".format),
+    st.builds("{}; return 'x'".format, _ENDS),
+    _WHOLES.map("return {}".format),
+    st.sampled_from(["return None", "return 'x'", "return 'x' * 10**7", "print('x' * 10**6); return 'x'", "yield 1", "return b'\\xff'",
+                     "__import__('time').sleep(9)", "return '\\ud800'", "return [{'type': 'image'}]", "self.x = self; return str(vars(self))"]),
+)  # fmt: skip
+_environments = st.builds(
+    _CLASS.format, _DEFS, st.sampled_from(["self, **row", "self, **row", "self", "self, answer", "**row", "self, *, answer"]), _does,
+    _DEFS, st.sampled_from(["self, text: str", "self, text: str", "self, text: 'list[dict[str, int]]' = ()", "self, text", "text: str"]), _does,
+    _DEFS, st.sampled_from(["self", "self", "self, x", ""]), _does,
+)  # fmt: skip
+
+
+@pytest.mark.long
+@examples(2, 60)
+@given(
+    source=_environments,
+    columns=_columns,
+    arguments=st.dictionaries(st.sampled_from(["text", "self", "x", ""]), anything),
+)
+def test_environment_files(folder: Path, source: str, columns: dict[str, Any], arguments: dict[str, Any]) -> None:
+    (folder / "box.py").write_text(source, encoding="utf-8", errors="backslashreplace")
+    row = {name: values[0] for name, values in columns.items()}
+    began = time.monotonic()
+    try:
+        pool = EnvironmentPool(f"{folder}/box.py:Box", _TIMEOUT)
+        (one, _), said = pool.begin([row, row], ["a", "b"])
+        assert all(text is None or text.encode() is not None for text in said)
+        for result in one.call([("put", arguments), ("none", {})], 100):
+            assert len(result.content.encode()) < 1000
+        verdict = one.reward()
+    except FtcliError as error:
+        hold_refusal(error)
+    else:
+        assert verdict is None or isinstance(verdict, FailedJudgement) or abs(verdict) <= 1e12
     assert time.monotonic() - began < 120, "it hangs"

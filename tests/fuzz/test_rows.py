@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import base64
+import json
+import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.fuzz import recipes, rows
+from ftcli.assets import asset
+from tests.fuzz import recipes, rows, values
 from tests.fuzz.budget import examples
 from tests.fuzz.contract import hold, run
 
@@ -94,7 +98,7 @@ def test_rows_are_sampled_from_or_refused(folder: Path, content: bytes) -> None:
 
 
 @examples(2, 5)
-@given(changes=recipes.settings, method=st.sampled_from(["sft", "grpo"]))
+@given(changes=recipes.settings, method=st.sampled_from(["sft", "grpo", "distill"]))
 def test_settings_are_trained_with_or_refused(folder: Path, changes: list[tuple[str, Any]], method: str) -> None:
     _train(folder, changes, method)
 
@@ -111,6 +115,48 @@ def _train(folder: Path, changes: list[tuple[str, Any]], method: str) -> None:
     command = "grpo" if method == "grpo" else "train"
     outcome = run(folder, command, "r.yaml", "--json", "--offline", "--resume", "never", "--max-steps", "2")
     hold(outcome, looks_only=False)
+
+
+_PNG = base64.b64decode(
+    json.loads(asset("data", "smoke-vision-train.jsonl").read_text().splitlines()[0])["images"][0].partition(",")[2]
+)
+_SOURCES = st.one_of(
+    st.sampled_from(
+        ["a.png", "./a.png", "../a.png", "none.png", "folder", "loop", "fifo", "/dev/zero", "", "~/a.png", "https://x/y.png", "a.png\0", "rows.jsonl",
+         "file://a.png", "data:image/png;base64,", "data:,x", "a" * 5000, "\ud800", None, 3, [], {}, {"bytes": None}, {"path": "a.png"}, {"url": "a.png"}]
+    ),
+    rows.damaged(_PNG).map(lambda content: "data:image/png;base64," + base64.b64encode(content).decode()),
+    values.text,
+)  # fmt: skip
+_PARTS = st.lists(
+    st.sampled_from([{"type": "image"}, {"type": "text", "text": "what?"}, {"type": "image_url", "image_url": {"url": "a.png"}}, {"type": "video"},
+                     {"type": "image", "path": "a.png"}, {"type": "text", "text": "<image>"}, {"type": "text", "text": "<|image_pad|>"}]),
+    min_size=1, max_size=3,
+)  # fmt: skip
+
+
+@pytest.mark.long
+@examples(2, 40)
+@given(
+    images=st.lists(_SOURCES, max_size=2) | _SOURCES,
+    parts=_PARTS,
+    file=rows.damaged(_PNG),
+    part=st.sampled_from([["language"], ["projector"], ["vision", "language"]]),
+)
+def test_rows_with_images(folder: Path, images: Any, parts: list[Any], file: bytes, part: list[str]) -> None:
+    (folder / "a.png").write_bytes(file)
+    (folder / "folder").mkdir(exist_ok=True)
+    for name, make in (("loop", lambda path: path.symlink_to("loop")), ("fifo", os.mkfifo)):
+        if not os.path.lexists(folder / name):
+            make(folder / name)
+    messages = [{"role": "user", "content": parts}, {"role": "assistant", "content": "red"}]
+    base = {**recipes.SEES, "model": {**recipes.SEES["model"], "train": part}}
+    _write(folder, base, "rows.jsonl", rows.lines([{"images": images, "messages": messages}]), {})
+    checked = run(folder, "check", "r.yaml", "--json", "--offline", "--as", "cpu")
+    hold(checked)
+    trained = run(folder, "train", "r.yaml", "--json", "--offline", "--resume", "never", "--max-steps", "1")
+    hold(trained, looks_only=False)
+    assert (checked.status == 0) == (trained.status == 0), "what check promises"
 
 
 _GRPO = {**recipes.SAMPLES["grpo"], "max_prompt_length": 400, "rewards": [{"use": "regex", "pattern": "a"}]}

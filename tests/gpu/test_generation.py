@@ -9,8 +9,8 @@ import torch
 from ftkernels.sampling import Sampling, row_seed
 
 from ftcli.facts.generation import EngineLayout, pages_of
+from ftcli.generation.decoding import Forward
 from ftcli.generation.engine import Engine
-from ftcli.generation.forward import Forward
 from ftcli.generation.requests import GenerationRequest
 from ftcli.model.patch import patch
 from ftcli.plan.precision import DtypePlan

@@ -18,7 +18,8 @@ from ftcli.data.tokens import TokenizedRow
 from ftcli.labels import IGNORE_INDEX
 from ftcli.methods.kto.losses import LabelLoss
 from ftcli.methods.kto.objective import LabelObjective
-from ftcli.methods.kto.reference import LabelReference, answer_start, mismatched_rows
+from ftcli.methods.kto.reference import answer_start, mismatched_rows
+from ftcli.methods.preference.reference import Reference
 from ftcli.methods.preference.settings import PreferenceConfig
 from ftcli.methods.reward.objective import RewardObjective
 from ftcli.methods.reward.settings import RewardModelConfig
@@ -179,7 +180,7 @@ def kto_run(model: Any, rows: Sequence[TokenizedRow], dtypes: DtypePlan, size: i
     stack = stack_of(model, getattr(torch, dtypes.compute))
     assert isinstance(stack, DecoderStack)
     job, epochs = job_of(dtypes, APART, size, accumulation), epochs_of(rows)
-    made = LabelObjective(job, model, epochs, loss, group=None, stack=stack, sequence=None, reference=LabelReference())
+    made = LabelObjective(job, model, epochs, loss, group=None, stack=stack, sequence=None, reference=Reference())
     made.restore({"reference": "live"}, Progress(1, 2, 0.0, 0))
     return Run(model, made)
 

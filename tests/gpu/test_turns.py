@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from ftcli.facts.generation import EngineLayout, pages_of
+from ftcli.generation.decoding import Forward
 from ftcli.generation.engine import Engine
-from ftcli.generation.forward import Forward
 from ftcli.generation.requests import StopCheck, StopConditions
 from ftcli.model.patch import patch
 from tests.small_models import build

@@ -51,21 +51,21 @@ _K, _E2E, _U = "kernels/ftkernels/", "e2e/test_", "unit/"
 KERNELS = (
     _m(
         "RMSNorm's backward without the mean",
-        _K + "norm_parts.py",
+        _K + "rms_norm.py",
         "dx = rstd * (g - n * (tl.sum(g * n, axis=1) / H)[:, None])",
         "dx = rstd * (g - n * (tl.sum(g * n, axis=1))[:, None])",
         "ops/test_rms_norm.py",
     ),
     _m(
         "Llama's norm not rounded before the weight",
-        _K + "norm_parts.py",
+        _K + "rms_norm.py",
         "y = n.to(ROUND).to(ACC) * w",
         "y = n * w",
         "ops/test_rms_norm.py",
     ),
     _m(
         "rotation turned the wrong way back",
-        _K + "rope_parts.py",
+        _K + "rope.py",
         "y1 = x1 * c1 + x2 * s2",
         "y1 = x1 * c1 - x2 * s2",
         "ops/test_rope.py",
@@ -121,7 +121,7 @@ KERNELS = (
     ),
     _m(
         "no derivative of the softcap in dQ",
-        _K + "attention_backward.py",
+        _K + "attention_kernels.py",
         "weight *= 1.0 - x * x",
         "weight *= 1.0",
         "ops/test_attention.py",
@@ -170,7 +170,7 @@ KERNELS = (
     ),
     _m(
         "greedy takes the last of equal tokens",
-        _K + "sampling_kernels.py",
+        _K + "sampling.py",
         "first = tl.min(tl.where(scores == largest, at, V), 0)",
         "first = tl.max(tl.where(scores == largest, at, -1), 0)",
         "ops/test_sampling.py",
@@ -205,7 +205,7 @@ KERNELS = (
     ),
     _m(
         "the sinks' gradient is the other way",
-        _K + "attention_backward.py",
+        _K + "attention_kernels.py",
         "return -(share * delta).sum((0, 2))",
         "return (share * delta).sum((0, 2))",
         "ops/test_attention_sinks.py",
@@ -233,21 +233,21 @@ KERNELS = (
     ),
     _m(
         "the plain form with Gemma's 1",
-        _K + "norm_parts.py",
+        _K + "rms_norm.py",
         "        y = n * w\n",
         "        y = n * (1.0 + w)\n",
         "ops/test_rms_norm.py",
     ),
     _m(
         "features that are not rotated paired as in a head that is rotated whole",
-        _K + "rope_parts.py",
+        _K + "rope.py",
         "first = tl.where(d < ROT, d, d + ROT)",
         "first = d",
         "ops/test_qkv_options.py",
     ),
     _m(
         "values counted in the keys' norm over the width",
-        _K + "qkv_width.py",
+        _K + "qkv_parts.py",
         "tl.where((head >= q_heads) & (head < normed), squares, 0.0)",
         "tl.where(head >= q_heads, squares, 0.0)",
         "ops/test_qkv_options.py",
@@ -282,7 +282,7 @@ KERNELS = (
     ),
     _m(
         "The gradient of one x A^T without up's share",
-        _K + "glu_kernels.py",
+        _K + "glu.py",
         "                dxa_g += tl.dot(du.to(DOT), bt_u",
         "                dxa_u += tl.dot(du.to(DOT), bt_u",
         "ops/test_lora_joined.py",
@@ -573,8 +573,8 @@ METHODS = (
         "ftcli/judges/environment.py",
         """        for calls in self._called:
             self._asked("call", calls)
-        return said""",
-        "        return said",
+""",
+        "",
         _U + "judges/test_environment.py",
     ),
     _m(
@@ -586,14 +586,14 @@ METHODS = (
     ),
     _m(
         "the reverse KL's gradient without its mean",
-        _K + "divergence.py",
+        _K + "linear_divergence.py",
         "dz = p * (rest * (a - m) - mine)",
         "dz = p * (rest * (a - m))",
         _DIVERGENCE,
     ),
     _m(
         "the divergence's mixture is not weighed",
-        _K + "divergence.py",
+        _K + "linear_divergence.py",
         "left, right = a + log_rest, b + log_share",
         "left, right = a, b",
         _DIVERGENCE,
@@ -960,8 +960,8 @@ PREFERENCE = (
     _m(
         "pairs: a policy that is compared with another model begins anywhere",
         _P + "objective.py",
-        "held = reference if self._other is None else start",
-        "held = reference if self._other is None else None",
+        "held = self._of_reference(inputs) if adapted else reference if other is None else None",
+        "held = reference if other is None else None",
         _UP + "other_model.py",
     ),
     _m(
@@ -1255,7 +1255,7 @@ GENERATION = (
 )
 
 _G, _X, _EXPERTS = _K + "grouped.py", _K + "experts.py", "ops/test_experts.py"
-_MIXTURE, _STACKS = "ftcli/model/experts.py", "ftcli/model/stacks.py"
+_MIXTURE, _STACKS = "ftcli/model/experts.py", "ftcli/model/experts.py"
 _PATCHED, _STACKED = "unit/model/test_patch.py::test_", "unit/model/test_quantized_stacks.py"
 EXPERTS = (
     _m(
@@ -1470,7 +1470,7 @@ EXPERTS = (
     ),
     _m(
         "the gradient of the auxiliary loss counts padding",
-        "ftcli/model/balance.py",
+        "ftcli/model/routing.py",
         "keepdim=True)) * ledger.counted[:, None]",
         "keepdim=True))",
         "unit/model/test_balance.py",
@@ -1547,14 +1547,14 @@ LATENTS = (
     ),
     _m(
         "features turn together as in every model",
-        "ftcli/model/latent_layer.py",
+        "ftcli/model/layers.py",
         'return "pairs" if getattr(config, "rope_interleave", self._family.rotary == "pairs") else "halves"',
         'return "halves"',
         _LATENT,
     ),
     _m(
         "the latent's norm keeps the queries beside it",
-        "ftcli/model/latent_layer.py",
+        "ftcli/model/layers.py",
         "return q, kv.contiguous(), shared",
         "return q, kv, shared",
         "unit/plan/test_activations.py::test_one_more_fused_layer_keeps_what_the_table_says",
@@ -1582,7 +1582,7 @@ LATENTS = (
     ),
 )
 
-_OSS, _BLOCKS = "unit/model/test_gpt_oss.py", "ftcli/model/mxfp4.py"
+_OSS, _BLOCKS = "unit/model/test_gpt_oss.py", "ftcli/model/released.py"
 _FORMS = f"{_EXPERTS}::test_other_forms"
 GPT_OSS = (
     _m(
@@ -1685,14 +1685,14 @@ GPT_OSS = (
     ),
     _m(
         "MXFP4: a merged export in float32",
-        "ftcli/export/released.py",
+        "ftcli/export/tensorfile.py",
         'TensorEntry("BF16", shape, 0, 2 * math.prod(shape))',
         'TensorEntry("F32", shape, 0, 4 * math.prod(shape))',
         "e2e/test_mxfp4.py::test_merged_experts_are_in_bfloat16_where_no_dtype_is_asked_for",
     ),
 )
 
-_SCALED, _READ = "ftcli/model/scaled_fp8.py", "unit/model/test_scaled_fp8.py"
+_SCALED, _READ = "ftcli/model/released.py", "unit/model/test_scaled_fp8.py"
 RELEASED_FP8 = (
     _m(
         "fp8 files: rows of a block by the number of scales, as transformers has them",
@@ -1738,7 +1738,7 @@ RELEASED_FP8 = (
     ),
 )
 
-_GEMMA, _LAYER = "unit/model/test_gemma4.py", "ftcli/model/gemma4_layer.py"
+_GEMMA, _LAYER = "unit/model/test_gemma4.py", "ftcli/model/layers.py"
 GEMMA4 = (
     _m(
         "gemma4: no gradient of shared keys and values reaches the layer that gives them",

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ftkernels.adapter_packs import AdapterPacks
 from ftkernels.lora_linear import lora_linear
 from ftkernels.lowrank_plan import make_plan, pack_adapters
-from ftkernels.projection import Packed, Projection
+from ftkernels.projection import AdapterPacks, Packed, Projection
 
 
 def projection(out: int, rank: int, scaling: float, inputs: int = 24) -> Projection:

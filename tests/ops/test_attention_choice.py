@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ftkernels.attention_config import AttentionTile, AttentionTiles, choose_attention_backend, choose_tiles
-from ftkernels.attention_launch import padded_size, takes_descriptor
+from ftkernels.attention_config import (
+    AttentionTile,
+    AttentionTiles,
+    choose_attention_backend,
+    choose_tiles,
+    padded_size,
+    takes_descriptor,
+)
 from ftkernels.limits import Gpu, attention_generation
 
 KIB = 1024

@@ -15,18 +15,17 @@ import torch
 from ftkernels.attention import attention, attention_reference
 from ftkernels.attention_mask import AttentionMask
 from ftkernels.cross_entropy import LossOptions, cross_entropy_rows, cross_entropy_rows_reference
-from ftkernels.fp8_kernels import quantize_fp8_torch, quantize_fp8_triton
-from ftkernels.glu import glu_reference
-from ftkernels.glu_kernels import GluLowRank, glu_backward, glu_forward
+from ftkernels.fp8 import quantize_fp8_torch, quantize_fp8_triton
+from ftkernels.gemm import lowrank_add
+from ftkernels.glu import GluLowRank, glu_backward, glu_forward, glu_reference
 from ftkernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
 from ftkernels.lora_mlp import lora_mlp, lora_mlp_reference
 from ftkernels.lora_qkv import lora_qkv, lora_qkv_reference
-from ftkernels.lowrank_add import lowrank_add
 from ftkernels.nf4 import NF4_TABLE, NF4Weight
-from ftkernels.norm_parts import norm_backward, norm_backward_torch, norm_forward, norm_forward_torch
 from ftkernels.projection import Norm, Projection
 from ftkernels.qkv_parts import Rotary
 from ftkernels.qkv_rope import qkv_rope_backward, qkv_rope_forward
+from ftkernels.rms_norm import norm_backward, norm_backward_torch, norm_forward, norm_forward_torch
 from ftkernels.rope import _launch as rope_launch
 from ftkernels.rope import apply_rope_reference
 from torch import Tensor

@@ -15,14 +15,22 @@ from ftkernels.bitlinear import (
     integer_product,
     mixed_linear,
     norm_quantize,
+    norm_quantize_triton,
     quantize_int8,
+    quantize_int8_triton,
     round_weight,
 )
-from ftkernels.bitlinear_kernels import norm_quantize_triton, quantize_int8_triton
 from ftkernels.device import interpreting
 from ftkernels.int8_product import FEW, FEWEST, MANY, MANY_DESCRIBED, ProductTile, describable, int8_product
-from ftkernels.ternary import Ternary, pack_ternary, quantize_int8_torch, remaster, ternarise, unpack_ternary
-from ftkernels.ternary_kernels import dequantize_int8_triton
+from ftkernels.ternary import (
+    Ternary,
+    dequantize_int8_triton,
+    pack_ternary,
+    quantize_int8_torch,
+    remaster,
+    ternarise,
+    unpack_ternary,
+)
 
 # (rows, inputs, outputs): whole tiles, odd ones, one row, and rows that are read twice.
 SHAPES = ((64, 128, 128), (5, 70, 33), (1, 512, 60), (70, 257, 31))

@@ -16,12 +16,11 @@ TELLING = (
     *("cross_entropy plain", "norm backward llama", "quantize rows twice", "gated norm backward", "nf4 nested"),
     *("glu backward silu, joined", "glu forward gelu_tanh, lora", "output gate backward", "thin products"),
     *("latent heads backward", "causal conv backward", "delta gates backward", "delta step", "choose token, sampled"),
-    *("delta rule scan, kept", "delta rule gradients", "delta rule chunks, documents"),
+    *("delta rule scan, kept", "delta rule gradients, documents", "delta rule chunks, documents"),
     *("experts' unit, 128", "experts' transposed product back, 128"),
     *("qkv rope backward, wide heads", "qkv norm rope backward, lora, wide heads"),
-    *("qkv options backward: norm, width, trained", "attention forward", "attention dq", "attention dk"),
-    *("attention dv", "decode attention, widest heads", "decode latents, 20 heads"),
-    *("rows to int8, twice", "int8 product, many"),
+    *("qkv options backward: norm, width, trained", "attention forward", "attention dq"),
+    *("decode attention, widest heads", "decode latents, 20 heads", "rows to int8, twice", "int8 product, many, bias"),
 )
 #: Bytes that kernels may spill all the same: of two value heads' gradients, those of k stay in registers. Attention at
 #: 512 features holds tiles of them in registers: of those that compile, an H200 timed these as the fastest

@@ -6,7 +6,7 @@ import pytest
 import torch
 from ftkernels.device import choose_backend, interpreting
 from ftkernels.gemm import add_mm_, compute_dtype, mm_accurate
-from ftkernels.rows import as_rows
+from ftkernels.primitives import as_rows
 
 
 def test_the_choice_states_its_reason() -> None:

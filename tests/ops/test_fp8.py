@@ -7,18 +7,22 @@ from typing import Any
 import pytest
 import torch
 from ftkernels.fp8 import (
+    E4M3,
     Fp8Rows,
     Fp8Weight,
+    dequantize_fp8_triton,
+    e4m3_store,
     fp8_on_tensor_cores,
     join_fp8,
     joined_fp8,
     multiply_rows,
     part_fp8,
     quantize_fp8,
+    quantize_fp8_torch,
+    quantize_fp8_triton,
     quantize_weight,
 )
-from ftkernels.fp8_kernels import E4M3, dequantize_fp8_triton, e4m3_store, quantize_fp8_torch, quantize_fp8_triton
-from ftkernels.norm_parts import norm_forward
+from ftkernels.rms_norm import norm_forward
 from torch import Tensor
 
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64

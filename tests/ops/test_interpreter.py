@@ -39,7 +39,7 @@ def both_ways(quick_interpreter: pytest.MonkeyPatch | None) -> Callable[[Callabl
 
 @triton.jit
 def _arithmetic(x_ptr, y_ptr, out_ptr, count, SIZE: tl.constexpr, DIVIDES: tl.constexpr):
-    """Eleven sums and the like of (SIZE, 2) values, each under all pairs of shapes and with numbers, in float32."""
+    """Sums, comparisons and the like of (SIZE, 2) values, under all pairs of shapes and with numbers, in float32."""
     rows, columns = tl.arange(0, SIZE), tl.arange(0, 2)
     at = rows[:, None] * 2 + columns
     x = tl.load(x_ptr + at, at < count, other=1)
@@ -51,6 +51,10 @@ def _arithmetic(x_ptr, y_ptr, out_ptr, count, SIZE: tl.constexpr, DIVIDES: tl.co
     out += (x * 3).to(tl.float32) + (1 + x).to(tl.float32) - (x * row * column).to(tl.float32)
     out += tl.sum((x + 0).to(tl.float32), 1)[:, None] + tl.max((x * 1).to(tl.float32), 0)
     out += (row + one).to(tl.float32) * count - (one + 2).to(tl.float32)
+    out += tl.where((x <= row) & (column >= one), 8.0, 0) + tl.where((x > 1) | (row == column), 16.0, 0)
+    out += tl.where((rows[:, None] & 1) != (columns[None, :] | 2), 32.0, 64.0)
+    out += tl.load(x_ptr + columns, columns < 1, other=2)[None, :].to(tl.float32)
+    out += tl.load(y_ptr + rows, rows < 3)[:, None].to(tl.float32) * (rows < 3)[:, None]
     if DIVIDES:
         out += (x / 3).to(tl.float32) + (x / (row + 17)).to(tl.float32) + (2.5 / (x + 11)).to(tl.float32)
     tl.store(out_ptr + at, out, at < count)

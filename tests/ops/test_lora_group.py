@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from ftkernels.lora_gated_qkv import lora_gated_qkv, lora_gated_qkv_reference
 from ftkernels.lora_group import lora_group, lora_group_reference
+from ftkernels.lora_qkv import lora_gated_qkv, lora_gated_qkv_reference
 from ftkernels.projection import Norm, Projection
 from torch import Tensor
 

@@ -8,19 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from ftkernels.adapter_packs import AdapterPacks
+from ftkernels.device import Tile
 from ftkernels.fp8 import quantize_weight
-from ftkernels.glu_kernels import GluLowRank, glu_backward, glu_forward
+from ftkernels.glu import GluLowRank, glu_backward, glu_forward
 from ftkernels.lora_mlp import lora_mlp, lora_mlp_reference
 from ftkernels.lora_qkv import lora_qkv, lora_qkv_reference
 from ftkernels.lowrank_plan import adapter_tensors
 from ftkernels.nf4 import quantize_nf4
-from ftkernels.projection import Norm, Projection
+from ftkernels.projection import AdapterPacks, Norm, Projection, WeightCopies
 from ftkernels.qkv_norm_rope import qkv_norm_rope_backward, qkv_norm_rope_forward
 from ftkernels.qkv_parts import HeadNorms, Rotary
 from ftkernels.qkv_rope import qkv_rope_backward, qkv_rope_forward
-from ftkernels.tiles import Tile
-from ftkernels.weight_copies import WeightCopies
 from torch import Tensor
 
 from tests.pairs import all_pairs

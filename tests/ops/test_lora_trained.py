@@ -10,8 +10,7 @@ import torch
 from ftkernels.lora_linear import lora_linear, lora_linear_reference
 from ftkernels.lora_mlp import lora_mlp, lora_mlp_reference
 from ftkernels.lora_qkv import lora_qkv, lora_qkv_reference
-from ftkernels.projection import Norm, Projection, join_weights
-from ftkernels.weight_copies import WeightCopies
+from ftkernels.projection import Norm, Projection, WeightCopies, join_weights
 from torch import Tensor
 
 from tests.pairs import all_pairs

@@ -7,18 +7,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ftkernels import glu_kernels
+from ftkernels import glu
 from ftkernels.attention import attention_reference
-from ftkernels.attention_backward import key_backward, query_backward
-from ftkernels.attention_config import AttentionTile, choose_tiles
-from ftkernels.attention_forward import attention_forward
-from ftkernels.attention_launch import AttentionSettings
+from ftkernels.attention_config import AttentionSettings, AttentionTile, choose_tiles
+from ftkernels.attention_kernels import attention_forward, key_backward, query_backward
 from ftkernels.attention_mask import AttentionMask
-from ftkernels.device import gpu_of
+from ftkernels.device import Tile, gpu_of
 from ftkernels.glu import glu_reference
 from ftkernels.linear_cross_entropy import linear_cross_entropy
 from ftkernels.rms_norm import rms_norm
-from ftkernels.tiles import Tile
 from torch import Tensor
 
 BF16 = torch.bfloat16
@@ -67,10 +64,8 @@ def test_fla_826_products_in_elementwise_kernels_are_right_at_every_tile(rows: i
         pytest.skip("needs a CUDA machine")
     torch.manual_seed(0)
     gate, up = torch.randn(200, 2 * 360, device="cuda", dtype=BF16).chunk(2, 1)
-    low = glu_kernels.GluLowRank(
-        *(torch.randn(s, device="cuda", dtype=BF16) for s in ((200, 32), (720, 16), (16, 360)))
-    )
-    found, ha = glu_kernels.glu_forward(gate, up, "silu", low, tile=Tile(rows, columns, warps, 2, 4))
+    low = glu.GluLowRank(*(torch.randn(s, device="cuda", dtype=BF16) for s in ((200, 32), (720, 16), (16, 360))))
+    found, ha = glu.glu_forward(gate, up, "silu", low, tile=Tile(rows, columns, warps, 2, 4))
     xa, b, a_down = (t.double() for t in (low.xa, low.b, low.a_down))
     full = [gate.double() + xa[:, :16] @ b[:360].T, up.double() + xa[:, 16:] @ b[360:].T]
     wanted = glu_reference(*full, "silu")

@@ -8,13 +8,13 @@ import pytest
 import torch
 import triton.language as tl
 from ftkernels import lora_qkv as module
+from ftkernels.device import Tile
 from ftkernels.lora_qkv import lora_qkv, lora_qkv_reference
 from ftkernels.projection import Norm, Projection
 from ftkernels.qkv_norm_rope import qkv_norm_rope_backward, qkv_norm_rope_forward
 from ftkernels.qkv_parts import HeadNorms, Rotary
 from ftkernels.rms_norm import rms_norm_reference
 from ftkernels.rope import apply_rope_reference
-from ftkernels.tiles import Tile
 from torch import Tensor
 
 BF16 = torch.bfloat16

@@ -8,8 +8,15 @@ from typing import Any
 import pytest
 import torch
 import triton.language as tl
-from ftkernels.norm_parts import norm_forward, norm_forward_torch
-from ftkernels.rms_norm import add_rms_norm, norm_backend, rms_norm, rms_norm_add, rms_norm_reference
+from ftkernels.rms_norm import (
+    add_rms_norm,
+    norm_backend,
+    norm_forward,
+    norm_forward_torch,
+    rms_norm,
+    rms_norm_add,
+    rms_norm_reference,
+)
 
 EPS = 1e-6
 
@@ -88,7 +95,7 @@ def test_llama_rounds_before_the_weight_bit_for_bit(
     if device == "cpu":
         if dtype == torch.bfloat16:
             return
-        monkeypatch.setattr("ftkernels.norm_parts.triton_store_dtype", lambda _: tl.float16)
+        monkeypatch.setattr("ftkernels.rms_norm.triton_store_dtype", lambda _: tl.float16)
     zeros = torch.zeros_like(x)
     assert torch.equal(rms_norm(x, w, EPS, backend="triton"), wanted)
     assert torch.equal(add_rms_norm(x, zeros, w, EPS, backend="triton")[0], wanted)

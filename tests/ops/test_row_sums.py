@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from ftkernels.row_sums import column_sums, row_sums
+from ftkernels.primitives import column_sums, row_sums
 
 
 @pytest.mark.parametrize("shape", [(1, 3, 16), (4, 37, 48), (7, 130, 32), (3, 0, 16)], ids=str)

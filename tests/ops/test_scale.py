@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ftkernels.scale import scale_
+from ftkernels.linear_cross_entropy import scale_
 
 
 @pytest.mark.parametrize("factor", [1.0, 0.3, 0.0, float("nan")])

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from ftkernels.device import Tile
 from ftkernels.thin_products import MOST_COLUMNS, OfA, OfB, takes, thin_products, thin_products_reference
-from ftkernels.tiles import Tile
 
 #: Rows, output features of each projection, rank, input features.
 SHAPES = [

@@ -25,7 +25,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ftcli.empty_weights import Undrawn
+from ftcli.empty_weights import Undrawn, fill_with_nan, model_class
 from ftcli.errors import first_line
 from ftcli.export.clean.request import (
     ANSWER,
@@ -93,12 +93,7 @@ def _read(lines: queue.SimpleQueue[str]) -> None:
 
 
 def answered(request: JsonMap, sent: str, back: str) -> JsonObject:
-    """The answer to ``request``, as JSON has it.
-
-    Args:
-        sent: A safetensors file with what the request sends along.
-        back: Where the answer's tensors go.
-    """
+    """The answer to ``request``, as JSON has it."""
     asked = ReloadRequest(**request)
     torch.set_num_threads(asked.threads)
     kinds = {"model": _model, "adapter": _adapter, "gguf": _gguf, "llama": _llama}
@@ -143,7 +138,7 @@ def _model(asked: ReloadRequest, sent: dict[str, Tensor]) -> tuple[JsonObject, d
     with plainly, tempfile.TemporaryDirectory(prefix="ftcli-offload-") as spare:
         if asked.from_disk:
             options["offload_folder"] = spare  # for weights that are put together of several
-        model, told = _class(config).from_pretrained(
+        model, told = model_class(config).from_pretrained(
             asked.folder,
             local_files_only=True,
             trust_remote_code=False,
@@ -257,28 +252,11 @@ def _empty(config: Any) -> PreTrainedModel:
     from accelerate import init_empty_weights
 
     with init_empty_weights(include_buffers=False), Undrawn():
-        model: PreTrainedModel = _class(config).from_config(
+        model: PreTrainedModel = model_class(config).from_config(
             config, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
         )
-    nothing = torch.full((), torch.nan)
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None and parameter.is_meta:
-                module._parameters[name] = torch.nn.Parameter(nothing.expand(parameter.shape), requires_grad=False)
+    fill_with_nan(model)
     return model.eval()
-
-
-def _class(config: Any) -> Any:
-    """transformers' auto class for the whole of a model; one that also takes images has a config of text inside."""
-    from transformers import (
-        AutoModelForCausalLM,
-        AutoModelForImageTextToText,
-        AutoModelForSequenceClassification,
-    )
-
-    if any(name.endswith("ForSequenceClassification") for name in config.architectures or ()):
-        return AutoModelForSequenceClassification
-    return AutoModelForCausalLM if config.get_text_config() is config else AutoModelForImageTextToText
 
 
 def _adapter(asked: ReloadRequest, _: dict[str, Tensor]) -> tuple[JsonObject, dict[str, Tensor]]:

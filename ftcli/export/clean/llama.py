@@ -24,7 +24,6 @@ class LlamaAnswer:
     Attributes:
         tokens: The ids of each text, special ones recognised and none put before it.
         with_bos: Those of the first text with what the file says comes before a text.
-        ends: All ids that end generation.
         logits: For each row, an array (tokens, vocabulary) of float32.
     """
 
@@ -41,11 +40,9 @@ def ask_llama(
 
     Args:
         rows: No more than 256 ids each; they are cut where the file's context ends.
-        adapter: A LoRA adapter that is put on the file.
 
-    Raises:
-        ValueError: it cannot load or compute it.
-        ImportError, OSError, RuntimeError: the library is not there, or broken.
+    Raises ValueError: it cannot load or compute it; ImportError, OSError, RuntimeError: the library is not there, or
+    broken.
     """
     import llama_cpp as library
 

@@ -73,11 +73,8 @@ class CleanProcess:
         threading.Thread(target=_listen, args=(self._running.stdout, self._said), daemon=True).start()
 
     def ask(self, request: ReloadRequest, sent: Mapping[str, Tensor]) -> ReloadAnswer:
-        """The answer to a request.
-
-        Raises:
-            FtcliError: FT760 (exit 1) when it does not answer in time, or ends: killed for memory, for instance.
-                FT723 and FT724 where nothing can be written for it.
+        """The answer to a request. Raises FtcliError FT760 (exit 1) when it does not answer in time, or ends: killed
+        for memory, for instance. FT723 and FT724 where nothing can be written for it.
         """
         self.start()
         try:

@@ -41,7 +41,6 @@ class ReloadRequest:
     Attributes:
         kind: ``model``: a folder of transformers' layout. ``adapter``: of PEFT's. ``gguf``: a file. ``llama``: a file
             that llama.cpp's library is asked about.
-        folder: What was written; of a GGUF file, the file.
         config: A folder with the config.json of the base, for ``adapter`` and ``gguf``.
         dtype: ``stored``: loaded as it is stored and computed in float32; ``float32``: loaded in float32.
         from_disk: Weights are read layer by layer in each pass, for memory that does not hold them.
@@ -50,7 +49,6 @@ class ReloadRequest:
         layers: Linear layers that are asked alone, and how many features they take.
         names: The name in the file, or files, of each tensor of the model; of a folder only where its weights are
             rounded and it is read layer by layer.
-        heads: As :func:`ftcli.gguf.heads_of` counts them.
         embeddings: The adapter brings those of a vocabulary of its own.
         threads: How many threads sums are taken by, so that they are taken alike.
     """
@@ -77,10 +75,6 @@ class ReloadAnswer:
         problems: Why it could not be loaded, or what is not whole; empty where nothing is wrong.
         tokenizer: ``eos_token_id``, ``chat_template`` and the like, ``tokens`` (how many) and ``rendered`` (the ids
             of each of the request's texts); empty where there is none.
-        stops: The eos tokens that config.json and generation_config.json name.
-        peak_bytes: The most memory that the process has had.
-        libraries: What computed it, with versions.
-        tensors: What was asked for.
         unavailable: Why a library that was to be asked is none that can be.
     """
 

@@ -127,11 +127,7 @@ def as_stored(tensor: Tensor, ggml: str) -> Tensor:
 def write_file(
     path: Path, architecture: str, values: Mapping[str, Value], tensors: Mapping[str, PlannedTensor]
 ) -> None:
-    """Write a file; one tensor at a time is in memory.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write a file; one tensor at a time is in memory. Raises OSError: it cannot be written."""
     import gguf
 
     writer = gguf.GGUFWriter(path, architecture)
@@ -169,8 +165,7 @@ def _add(writer: Any, key: str, value: Value) -> None:
 def quantize_file(source: Path, target: Path, kind: str, matrix: Path | None = None) -> None:
     """Make ``target`` of the 16-bit file ``source``; with a file of an importance ``matrix``, where there is one.
 
-    Raises:
-        FtcliError: FT758 where the program is not on the PATH, or fails.
+    Raises FtcliError FT758 where the program is not on the PATH, or fails.
     """
     program = require_quantizer([kind])
     weighed = [] if matrix is None else ["--imatrix", str(matrix)]
@@ -193,9 +188,6 @@ class FileShapes:
     """Weights in a file's shapes. Stacks of gate and up (experts, 2 · width, hidden) are two tensors, called by the
     stack's name and :data:`GATE` or :data:`UP`, and so are their biases; the gate of a shared expert (1, hidden) is a
     vector, and the filter of a convolution (channels, 1, width) a matrix.
-
-    Attributes:
-        whole: The weights as the model has them.
     """
 
     def __init__(self, whole: ModelWeights, architecture: Architecture) -> None:
@@ -237,11 +229,7 @@ def in_model_shapes(weights: ModelWeights) -> ModelWeights:
 
 
 class TernaryWeights:
-    """The ternary values of masters, in float32; the other tensors as they are.
-
-    Args:
-        layers: Names of the weights that are rounded.
-    """
+    """The ternary values of masters, in float32; the other tensors as they are."""
 
     def __init__(self, masters: ModelWeights, layers: frozenset[str]) -> None:
         self._masters, self._layers = masters, layers
@@ -275,7 +263,6 @@ def activations_rounded(folder: Path, probe: Probe, unrounded: Tensor) -> tuple[
     """Measures how far rounding the activations, which is in no file, moves the logits: for the record, and problems.
 
     Args:
-        folder: Of the masters.
         unrounded: What the ternary weights give without it.
     """
     found = compare_logits(unrounded, logits(load_masters(folder), probe), ACTIVATIONS)
@@ -312,18 +299,10 @@ class ExpectedFile:
     """The expected content of a file.
 
     Attributes:
-        config: Of the whole model.
-        names: How its tensors are called in the file.
-        heads: As :func:`ftcli.gguf.heads_of` counts them.
         description: The metadata of its shape, and factors of the rotation.
-        vocabulary: The metadata of its tokenizer.
-        stops: Ids that end a turn.
-        provenance: What the file says of its base and licence.
         name: What files are called, before their type.
         facts: What an export's record says beside what is compared of each file.
         activations: What layers' activations have trained, by full key.
-        reload: Loads the file again, in a process of its own.
-        llama_cpp: The file is to be run in llama.cpp, too.
         probe, logits: A batch, and what base and adapter, or the full fine-tune, answer to it in float32.
     """
 
@@ -354,8 +333,7 @@ class ExpectedFile:
 def prepare_gguf(source: ExportSource, say: Callable[[str], None]) -> ExpectedFile:
     """Reads what is exported and computes what its files are compared with.
 
-    Raises:
-        FtcliError: as :func:`ftcli.export.gguf.write.write`.
+    Raises FtcliError as :func:`ftcli.export.gguf.write.write`.
     """
     require_kept_base(source)
     config = source_config(source)

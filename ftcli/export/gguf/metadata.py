@@ -63,11 +63,7 @@ def head_size(config: PretrainedConfig) -> int:
 
 
 def rotation_of(config: PretrainedConfig, architecture: Architecture) -> tuple[dict[str, Value], dict[str, Tensor]]:
-    """The metadata of the rotation, and its factors.
-
-    Raises:
-        FtcliError: FT756 where llama.cpp rotates otherwise.
-    """
+    """The metadata of the rotation, and its factors. Raises FtcliError FT756 where llama.cpp rotates otherwise."""
     c: Any = config
     stated = dict(c.rope_parameters or {})
     rope: JsonMap = stated.get(FULL, stated)
@@ -312,7 +308,14 @@ def rope_said(values: JsonMap) -> JsonObject:
     return {FULL: rope, SLIDING: {"rope_type": "default", "rope_theta": values["rope.freq_base_swa"]}}
 
 
-#: A config's names of what files say of experts.
+#: A config's names of what files say of every model.
+_SAID = {
+    "embedding_length": "hidden_size",
+    "block_count": "num_hidden_layers",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+}
+#: The same of experts.
 _EXPERTS_SAID = {
     "expert_count": "num_experts",
     "expert_used_count": "num_experts_per_tok",
@@ -345,8 +348,6 @@ class Description:
     """The metadata of a file.
 
     Attributes:
-        values: By key, without the architecture's name in front.
-        tensors: Factors of the rotation.
         warnings: Where llama.cpp computes something other than transformers.
         fault: What it computes otherwise of this model whatever the file says; None: nothing that is known.
     """
@@ -358,25 +359,17 @@ class Description:
 
 
 def metadata_of(config: PretrainedConfig, architecture: Architecture) -> Description:
-    """The metadata of a language model.
-
-    Raises:
-        FtcliError: FT756 for arithmetic that llama.cpp does not have.
-    """
+    """The metadata of a language model. Raises FtcliError FT756 for arithmetic that llama.cpp does not have."""
     common = with_common_values(config)
     c: Any = common
-    heads = int(c.num_attention_heads)
     head_dim = head_size(common)
     _require_arithmetic(common, architecture)
     windowed = window_layers(common)
     context, warnings = _context(common, architecture, windowed)
     values: dict[str, Value] = {
         "context_length": context,
-        "embedding_length": int(c.hidden_size),
-        "block_count": int(c.num_hidden_layers),
-        "feed_forward_length": int(c.intermediate_size),
-        "attention.head_count": heads,
-        "attention.head_count_kv": int(getattr(c, "num_key_value_heads", None) or heads),
+        **{key: int(getattr(c, name)) for key, name in _SAID.items()},
+        "attention.head_count_kv": int(getattr(c, "num_key_value_heads", None) or c.num_attention_heads),
         "attention.key_length": head_dim,
         "attention.value_length": head_dim,
         _epsilon(architecture): float(getattr(c, architecture.epsilon)),
@@ -540,16 +533,9 @@ def unrotated(every: int, layers: int) -> list[int]:
 
 
 def config_changes(values: JsonMap, architecture: Architecture) -> JsonObject:
-    """Changes to a language model's config that a file's metadata means: each value is taken from the file alone.
-
-    Args:
-        values: By key, without the architecture's name in front.
-    """
+    """Changes to a language model's config that a file's metadata means: each value is taken from the file alone."""
     changes: JsonObject = {
-        "hidden_size": values["embedding_length"],
-        "num_hidden_layers": values["block_count"],
-        "intermediate_size": values["feed_forward_length"],
-        "num_attention_heads": values["attention.head_count"],
+        **{name: values[key] for key, name in _SAID.items()},
         "num_key_value_heads": values["attention.head_count_kv"],
         architecture.epsilon: values[_epsilon(architecture)],
         "vocab_size": values["vocab_size"],
@@ -611,12 +597,7 @@ def reader_of(
     heads: Mapping[str, int],
     architecture: Architecture,
 ) -> Callable[[str], Tensor]:
-    """Reads a weight of ``model`` from the file.
-
-    Args:
-        names: The name in the file of each tensor of the model.
-        heads: As :func:`ftcli.gguf.heads_of` counts them.
-    """
+    """Reads a weight of ``model`` from the file."""
     outputs: Any = model.get_output_embeddings()
     head = next((f"{name}.weight" for name, module in model.named_modules() if module is outputs), "")
 

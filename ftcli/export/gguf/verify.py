@@ -66,9 +66,7 @@ class FileReport:
     """The result of verifying a file, or of running llama.cpp on it.
 
     Attributes:
-        told: What came out, for an export's record.
         rounding: Relative error of the file's logits against the trained model's: what rounding the weights does.
-        answer: Of the process that loaded it.
     """
 
     problems: tuple[str, ...] = ()

@@ -65,8 +65,7 @@ def vocabulary_of(
         stops: Ids that end a turn; the first is eos.
         merges_as: llama.cpp's name for merges with spaces as ``▁``, where the family has one (``Architecture.merges``).
 
-    Raises:
-        FtcliError: FT756 for a tokenizer that llama.cpp does not have.
+    Raises FtcliError FT756 for a tokenizer that llama.cpp does not have.
     """
     stated = _stated(tokenizer)
     model: JsonMap = stated["model"]
@@ -226,11 +225,7 @@ def served_template(template: str) -> str:
 
 
 def pieces_of(values: JsonMap, text: str) -> list[int]:
-    """The tokens of ``text``, special ones in it taken as such, without bos and eos.
-
-    Args:
-        values: The file's metadata.
-    """
+    """The tokens of ``text``, special ones in it taken as such, without bos and eos."""
     tokens: Sequence[str] = values["tokenizer.ggml.tokens"]
     kinds = values["tokenizer.ggml.token_type"]
     ids = {token: index for index, token in enumerate(tokens)}
@@ -253,17 +248,20 @@ def pieces_of(values: JsonMap, text: str) -> list[int]:
     return found
 
 
+def _merges(values: JsonMap, ids: Mapping[str, int]) -> list[tuple[str, str]]:
+    """The pairs that are pieces and make one."""
+    pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in values["tokenizer.ggml.merges"])]
+    return [(left, right) for left, right in pairs if left in ids and right in ids and left + right in ids]
+
+
 def _by_merges(values: JsonMap, ids: Mapping[str, int]) -> Any:
     from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
-    merges = [tuple(merge.split(" ", 1)) for merge in values["tokenizer.ggml.merges"]]
-    known = [pair for pair in merges if pair[0] in ids and pair[1] in ids and "".join(pair) in ids]
-    pre = values["tokenizer.ggml.pre"]
+    known, pre = _merges(values, ids), values["tokenizer.ggml.pre"]
     patterns = {name: pattern for pattern, name in PRE_TOKENIZERS.items()}
     patterns |= {name: patterns[other] for other, name in _MERGED_FIRST.items()} | {_DIGITS: ""}
     pattern = patterns[pre]
-    model = models.BPE(vocab=dict(ids), merges=known, ignore_merges=pre in ("llama-bpe", "tekken"))
-    tokenizer = Tokenizer(model)
+    tokenizer = Tokenizer(models.BPE(vocab=dict(ids), merges=known, ignore_merges=pre in _IGNORE_MERGES))
     level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not pattern and bool(known))
     split: list[Any] = [pre_tokenizers.Split(Regex(pattern), "isolated")] if pattern else []
     split += [pre_tokenizers.Digits(individual_digits=True)] if pre == _DIGITS else []
@@ -275,9 +273,7 @@ def _by_merges_of_lines(values: JsonMap, ids: Mapping[str, int]) -> Any:
     """Merges within lines; several line ends are one piece where there is such a one."""
     from tokenizers import Tokenizer, models
 
-    merges = [tuple(merge.split(" ", 1)) for merge in values["tokenizer.ggml.merges"]]
-    known = [pair for pair in merges if pair[0] in ids and pair[1] in ids and "".join(pair) in ids]
-    tokenizer = Tokenizer(models.BPE(vocab=dict(ids), merges=known, byte_fallback=True))
+    tokenizer = Tokenizer(models.BPE(vocab=dict(ids), merges=_merges(values, ids), byte_fallback=True))
 
     def cut(text: str) -> list[int]:
         found: list[int] = []

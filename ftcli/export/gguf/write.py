@@ -51,12 +51,9 @@ _BESIDE = 16 << 20
 
 
 def write(source: ExportSource, folder: Path, say: Callable[[str], None]) -> Verified:
-    """Write a file for each type into ``folder`` and verify it.
-
-    Raises:
-        FtcliError: FT741 when a file is not what it should be, FT747 for a base of random weights, FT756 for a model
-            that llama.cpp does not compute as it was trained, FT758 where the package gguf is not there.
-        OSError: it cannot be written.
+    """Write a file for each type into ``folder`` and verify it. Raises FtcliError FT741 when a file is not what it
+    should be, FT747 for a base of random weights, FT756 for a model that llama.cpp does not compute as it was trained,
+    FT758 where the package gguf is not there; OSError where it cannot be written.
     """
     require_gguf_package()
     wanted = prepare_gguf(source, say)
@@ -134,9 +131,8 @@ def _adapter(source: ExportSource, wanted: ExpectedFile, folder: Path, say: Call
 def write_type(wanted: ExpectedFile, path: Path, kind: str, matrix: Path | None = None) -> None:
     """Write one file; ``matrix``: the importance matrix that ``llama-quantize`` is given.
 
-    Raises:
-        FtcliError: FT758 where ``llama-quantize`` would make it and is not there, or fails.
-        OSError: it cannot be written, or the disk has too little room.
+    Raises FtcliError FT758 where ``llama-quantize`` would make it and is not there, or fails; OSError: it cannot be
+    written, or the disk has too little room.
     """
     intermediate = TYPES[kind].quantized_by
     if intermediate is None:
@@ -210,12 +206,8 @@ _TYPE = "f32"
 def write_adapter(wanted: ExpectedFile, path: Path, name: str, alpha: float) -> None:
     """Write the adapter of ``wanted``'s weights.
 
-    Args:
-        alpha: The adapter's ``lora_alpha``.
-
-    Raises:
-        FtcliError: FT756 for an adapter that is more than pairs of matrices on weights that llama.cpp has.
-        OSError: it cannot be written.
+    Raises FtcliError FT756 for an adapter that is more than pairs of matrices on weights that llama.cpp has; OSError
+    where it cannot be written.
     """
     tensors: dict[str, PlannedTensor] = {}
     for weight, (a, b, scale) in _pairs(wanted).items():

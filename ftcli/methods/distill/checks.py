@@ -6,11 +6,13 @@ from ftkernels.limits import divergence_bytes
 
 from ftcli.config.model import ModelConfig, QuantizationConfig
 from ftcli.config.recipe import Recipe
+from ftcli.errors import Finding, Origin
 from ftcli.facts.generation import MOST_ROWS
 from ftcli.methods.distill.settings import DistillConfig
 from ftcli.plan.memory.shards import LAYERS_AT_ONCE
 from ftcli.plan.run import Generation, MethodMemory, OtherModel, RunPlan
 from ftcli.preflight.checks.context import Context, Findings
+from ftcli.preflight.checks.data import FirstRows
 
 #: Bytes of a parameter of a teacher that is held so, scales included; what is not quantized of it is little.
 _STORED = {"nf4": 0.6, "fp8": 1.05}
@@ -54,6 +56,20 @@ def check(context: Context) -> Findings:
             f"{settings.max_completion_length} = {total} exceeds data.max_seq_len {recipe.data.max_seq_len}",
             help=f"use data.max_seq_len: {total}, or shorter prompts and completions",
         )
+
+
+def check_rows(context: Context, first: FirstRows) -> Findings:
+    """FT453 where a row lacks the column that the teacher alone is to see."""
+    column = (context.recipe.distill or DistillConfig()).teacher_column
+    without = next((row for row in first.rows if column is not None and column not in row.fields), None)
+    if column is not None and without is not None:
+        yield no_column(column, without.origin)
+
+
+def no_column(column: str, origin: Origin) -> Finding:
+    """FT453 for a row without ``distill.teacher_column``."""
+    message = f"distill.teacher_column names the column {column!r}, which this row does not have"
+    return Finding("FT453", message, origin, "add it to all rows, or name another one")
 
 
 def memory(plan: RunPlan) -> MethodMemory:

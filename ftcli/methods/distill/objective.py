@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,19 +17,19 @@ from ftcli.data.tokens import TokenizedRow
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.job import Job
 from ftcli.labels import IGNORE_INDEX
+from ftcli.methods.distill.checks import no_column
 from ftcli.methods.distill.settings import DistillConfig
-from ftcli.methods.grpo.rollouts import Rollouts, sampling
+from ftcli.methods.grpo.rollouts import Rollouts, SampledObjective, sampling
 from ftcli.methods.grpo.spans import OPTIMIZER, ROLLOUT, TRAINING, Spans
 from ftcli.model.backbone import compute_context, head_of, hidden_states, within_root
 from ftcli.model.loss import next_token_divergence, supervised_positions
 from ftcli.model.shards import reshard_model
 from ftcli.plain import JsonObject
 from ftcli.plan.batches import Batches
-from ftcli.run.metrics import MetricsLine
 from ftcli.run.process_group import gather_json
 from ftcli.train.assembly import of_reference
 from ftcli.train.checkpoint_state import Progress, draw_of_epoch
-from ftcli.train.loop import Objective, StepMonitor
+from ftcli.train.loop import StepMonitor
 from ftcli.train.parallel import Divisors, MicroBatch, TokenCounts
 
 if TYPE_CHECKING:
@@ -71,11 +70,10 @@ class _Batch:
     entropy: float | None = None
 
 
-class DistillObjective(Objective):
+class DistillObjective(SampledObjective):
     """The mean divergence from the teacher over all tokens that the student samples for a step.
 
     Args:
-        stack: The decoder layers as one function, where they are.
         group: The ranks that train together: each completes the prompts of its own micro-batches.
     """
 
@@ -89,50 +87,30 @@ class DistillObjective(Objective):
         stack: DecoderStack | None,
         group: RankGroup | None = None,
     ) -> None:
-        self._group = group
-        self._rank, self._ranks = (0, 1) if group is None else (group.rank, group.size)
         train = job.recipe.train
-        self._job, self._settings, self._model, self._asked, self._teacher = job, settings, model, asked, teacher
-        self._stack, self._batches = stack, job.batches(model)
         self._size = train.per_device_train_batch_size
-        self._accumulation = train.gradient_accumulation_steps * self._ranks
-        self.steps_per_epoch = len(asked) // (self._size * self._accumulation)
+        self._accumulation = train.gradient_accumulation_steps * (1 if group is None else group.size)
+        at_once, spans = self._size * self._accumulation, Spans(job.device, PARTS, counted=(ROLLOUT, TRAINING))
+        super().__init__(job, len(asked), at_once, spans, group)
+        self._settings, self._model, self._asked, self._teacher = settings, model, asked, teacher
+        self._stack, self._batches = stack, job.batches(model)
+        self.steps_per_epoch = len(asked) // at_once
         self._rollouts = Rollouts(model, job, settings, group)
         # Of a student whose vocabulary is padded to more entries, the teacher cannot read those.
         read_by = model if teacher.model is None else teacher.model
         self._known = int(read_by.get_input_embeddings().weight.shape[0])
-        self._spans = Spans(job.device, PARTS, counted=(ROLLOUT, TRAINING))
-        self._metrics: defaultdict[str, list[float]] = defaultdict(list)
-        self._before: dict[str, list[float]] = {}
         self._of_batches: list[_Batch] = []
 
     def epochs_done(self, step: int) -> float:
         """How often all prompts have been completed after so many steps."""
         return step / self.steps_per_epoch
 
-    def prompts_of(self, step: int) -> list[int]:
-        """The prompts that a step completes, in an order of each epoch; what fills no step is left out."""
-        epoch, chunk = divmod(step, self.steps_per_epoch)
-        generator = torch.Generator().manual_seed(self._job.recipe.run.seed)
-        for _ in range(epoch + 1):
-            order = torch.randperm(len(self._asked), generator=generator)
-        count = self._size * self._accumulation
-        found: list[int] = order[chunk * count : (chunk + 1) * count].tolist()
-        return found
-
     # -- a step ----------------------------------------------------------------------------------------------
 
     def begin(self, step: int) -> None:
-        """Notes the metrics gathered so far."""
-        self._spans.begin_step(step + 1)
-        self._before = {name: list(values) for name, values in self._metrics.items()}
+        """No micro-batch of it has been computed."""
+        super().begin(step)
         self._of_batches = []
-
-    def undo(self, step: int) -> None:
-        """Restores them."""
-        self._spans.forget_after(step)
-        self._metrics.clear()
-        self._metrics.update({name: list(values) for name, values in self._before.items()})
 
     def micro_batches(self, step: int, monitor: StepMonitor) -> list[MicroBatch]:
         """Completions by the weights of now, for the student, and for the teacher behind the prompts that it sees."""
@@ -229,39 +207,17 @@ class DistillObjective(Objective):
         self._metrics["entropy"] += [batch[2] for batch in every]
         spans.enter(OPTIMIZER)
 
-    def end(self, step: int) -> None:
-        """Nothing of the step is left to be timed."""
-        self._spans.enter(None)
-
-    # -- logs and checkpoints --------------------------------------------------------------------------------
-
-    def metrics(self) -> MetricsLine:
-        """The mean of each number since the last line."""
-        self._take_spans()
-        means: dict[str, float | None] = {name: sum(values) / len(values) for name, values in self._metrics.items()}
-        self._metrics.clear()
-        return means
-
     def state(self) -> JsonObject:
-        """All that is averaged from one line to the next."""
-        self._take_spans()
-        return {"metrics": {name: list(values) for name, values in self._metrics.items()}}
+        return {"metrics": self.metrics_state()}
 
     def restore(self, state: JsonObject, progress: Progress) -> None:
-        """Resumes with it."""
-        self._metrics.update({name: list(values) for name, values in state.get("metrics", {}).items()})
-
-    def _take_spans(self) -> None:
-        for numbers in self._spans.take():
-            for name, value in numbers.items():
-                self._metrics[name].append(value)
+        self.restore_metrics(state.get("metrics", {}))
 
 
 def teacher_texts(job: Job, column: str, asked: Sequence[RenderedPrompt]) -> list[str]:
     """The prompts as the teacher sees them, with the text of a column at the end of the last turn.
 
-    Raises:
-        FtcliError: FT453 (exit 4) where a row lacks the column.
+    Raises FtcliError FT453 (exit 4) where a row lacks the column.
     """
     from ftcli.data.template import renderer_of
 
@@ -269,18 +225,6 @@ def teacher_texts(job: Job, column: str, asked: Sequence[RenderedPrompt]) -> lis
     for one in asked:
         prompt, more = one.prompt, one.prompt.row.fields.get(column)
         if more is None:
-            raise FtcliError.single(
-                "FT453",
-                f"distill.teacher_column names the column {column!r}, which this row does not have",
-                exit_code=ExitCode.DATA,
-                origin=prompt.row.origin,
-                help="add it to all rows, or name another one",
-            )
-        if prompt.messages is None:
-            shown: Any = replace(prompt, text=f"{prompt.text}{more}")
-        else:
-            last = prompt.messages[-1]
-            turns = (*prompt.messages[:-1], {**last, "content": f"{last.get('content') or ''}{more}"})
-            shown = replace(prompt, messages=turns)
-        found.append(renderer.prompt(shown))
+            raise FtcliError([no_column(column, prompt.row.origin)], ExitCode.DATA)
+        found.append(renderer.prompt(prompt.followed_by(str(more))))
     return found

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ftcli.config.load import LoadedRecipe
 from ftcli.config.recipe import Recipe
-from ftcli.data.asked import PromptLimit
+from ftcli.data.asked import PromptLimit, uncut
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.methods.distill.settings import DistillConfig
 from ftcli.reporting import Session
-from ftcli.rows.places import local_sources
 from ftcli.train.context import RunContext
 from ftcli.train.lifecycle import CompleteRun
 from ftcli.train.on_prompts import PromptMethod, PromptsResult, train_on_prompts
@@ -38,7 +38,7 @@ class Distillation(PromptMethod):
         self._other: Any = None
 
     def room(self, recipe: Recipe) -> PromptLimit:
-        return room_of_distillation(self._settings)
+        return uncut("distill", self._settings.max_prompt_length)
 
     def training_rows(self, recipe: Recipe, prompts: int) -> TrainingRows:
         return TrainingRows(prompts, "prompts", batch="completions")
@@ -89,13 +89,6 @@ def train_distill(
     return train_on_prompts(loaded, session, Distillation(loaded.recipe.distill or DistillConfig()), group)
 
 
-def room_of_distillation(settings: DistillConfig) -> PromptLimit:
-    """Prompts are never cut."""
-    limit = settings.max_prompt_length
-    help = "raise distill.max_prompt_length, choose data.overlong: drop, or remove the row"
-    return PromptLimit(limit, "FT781", f"more than distill.max_prompt_length {limit}", help)
-
-
 def require_step(prompts: int, recipe: Recipe) -> None:
     """Refuses data of fewer prompts than a step completes. Raises FtcliError FT261 (exit 4)."""
     train = recipe.train
@@ -113,9 +106,5 @@ def require_step(prompts: int, recipe: Recipe) -> None:
 def survey(looking: RowSurvey, recipe: Recipe) -> None:
     """Looks at the prompts of ``data.train`` that lie on this machine."""
     settings = recipe.distill or DistillConfig()
-    looking.prompts("data.train", local_sources(recipe.data.train), room_of_distillation(settings))
-    if len(looking.found) == len(recipe.data.train) and all(one.whole for one in looking.found):
-        try:
-            require_step(sum(one.rows for one in looking.found), recipe)
-        except FtcliError as error:
-            looking.failures.append(error)
+    room = uncut("distill", settings.max_prompt_length)
+    looking.training_prompts(recipe.data.train, room, partial(require_step, recipe=recipe))

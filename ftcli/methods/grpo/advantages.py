@@ -79,9 +79,6 @@ def advantages_of(rewards: Tensor, weights: Tensor, grpo: GrpoConfig) -> Advanta
 def without_spread(rewards: Tensor, weights: Tensor, grpo: GrpoConfig) -> Tensor:
     """(groups,) bool: which groups teach nothing by themselves, since all of their completions that have a reward have
     the same one; where each reward is compared for itself, the same of each that counts.
-
-    Args:
-        rewards, weights: As :func:`advantages_of`.
     """
     group = grpo.num_generations
     if grpo.multi_objective_aggregation == "normalize_then_sum":

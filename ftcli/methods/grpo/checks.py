@@ -324,8 +324,7 @@ def memory(plan: RunPlan) -> MethodMemory:
     return MethodMemory(
         seq_len=seq_len,
         loss_bytes=plan.log_prob_bytes(train.per_device_train_batch_size * settings.max_completion_length),
-        reference_bytes=(-(-plan.sizes.parameters // plan.shard_size) * plan.dtypes.parameter_bytes if second else 0)
-        + _reward_bytes(settings),
+        reference_bytes=(plan.model_bytes if second else 0) + _reward_bytes(settings),
         generation=Generation(min(completions, MOST_ROWS), settings.max_prompt_length, seq_len),
     )
 

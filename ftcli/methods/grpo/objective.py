@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,16 +22,14 @@ from ftcli.data.asked import RenderedPrompt
 from ftcli.job import Job
 from ftcli.judges import columns_of
 from ftcli.methods.grpo.advantages import Advantages, advantages_of, deviation
-from ftcli.methods.grpo.draws import Drawn, DrawnCompletion, Draws, share_of
-from ftcli.methods.grpo.episodes import Acting
+from ftcli.methods.grpo.draws import Acting, Drawn, DrawnCompletion, Draws, share_of
 from ftcli.methods.grpo.losses import Completions, StepShape, loss_mask
 from ftcli.methods.grpo.policy import PROMPT_ROWS, Metrics, Parity, ParityCheck, PolicyScores, joined, scored_loss
 from ftcli.methods.grpo.reference import Reference
-from ftcli.methods.grpo.rewards import Reward, RewardFailures
-from ftcli.methods.grpo.rollouts import Rollouts, gather_rows, sampling
+from ftcli.methods.grpo.rewards import Reward, RewardFailures, Stagnation
+from ftcli.methods.grpo.rollouts import Rollouts, SampledObjective, gather_rows, sampling
 from ftcli.methods.grpo.settings import GrpoConfig
 from ftcli.methods.grpo.spans import LOG_PROBS, OPTIMIZER, REWARDS, ROLLOUT, TRAINING, Spans
-from ftcli.methods.grpo.stagnation import Stagnation
 from ftcli.model.backbone import compute_context
 from ftcli.plain import JsonObject
 from ftcli.run.completions import ScoredCompletion
@@ -40,7 +37,7 @@ from ftcli.run.metrics import MetricsLine
 from ftcli.run.process_group import gather_json
 from ftcli.train.build import build_loop
 from ftcli.train.checkpoint_state import Progress, draw_of_epoch
-from ftcli.train.loop import Objective, StepMonitor, TrainerHooks, TrainingLoop
+from ftcli.train.loop import StepMonitor, TrainerHooks, TrainingLoop
 from ftcli.train.parallel import SEED_STRIDE, Divisors, MicroBatch, TokenCounts
 
 if TYPE_CHECKING:
@@ -70,8 +67,6 @@ class Rollout:
     """The completions in use.
 
     Attributes:
-        batches: Micro-batches of all ranks, in order.
-        sampled: Their texts, with rewards and advantages.
         step: The step whose weights they were sampled with; None where a checkpoint does not say.
     """
 
@@ -85,58 +80,48 @@ class _Before:
     """What a failed step is undone to."""
 
     rollout: Rollout | None
-    metrics: Mapping[str, list[float]]
     failures: JsonObject
     num_tokens: int
 
 
-@dataclass(slots=True)
-class GrpoParts:
-    """What a GRPO objective works with besides the policy.
-
-    Attributes:
-        prompts: How many there are.
-        parity: Looks before the first step how well log-probabilities agree.
-        completions: Takes the completions of a logging step; None where nobody does.
-    """
-
-    prompts: int
-    draws: Draws
-    failures: RewardFailures
-    spans: Spans
-    stagnation: Stagnation
-    parity: ParityCheck
-    completions: Callable[[int, Sequence[ScoredCompletion]], None] | None
-    reference: Reference
-
-
-class GrpoObjective(Objective):
+class GrpoObjective(SampledObjective):
     """GRPO over rendered prompts, so that sampling sees the same text as evaluation and serving.
 
     Args:
         policy: Scores completions; its model is what learns.
+        parity: Looks before the first step how well log-probabilities agree.
+        completions: Takes the completions of a logging step; None where nobody does.
     """
 
     def __init__(
-        self, job: Job, grpo: GrpoConfig, policy: PolicyScores, parts: GrpoParts, group: RankGroup | None
+        self,
+        job: Job,
+        grpo: GrpoConfig,
+        policy: PolicyScores,
+        draws: Draws,
+        reference: Reference,
+        parity: ParityCheck,
+        completions: Callable[[int, Sequence[ScoredCompletion]], None] | None,
+        *,
+        prompts: int,
+        spans: Spans,
+        group: RankGroup | None,
     ) -> None:
         train, ranks = job.recipe.train, 1 if group is None else group.size
-        self._job, self._grpo, self._policy, self._parts, self._group = job, grpo, policy, parts, group
-        self._seed, self._size = job.recipe.run.seed, train.per_device_train_batch_size
+        self._grpo, self._policy, self._draws, self._reference = grpo, policy, draws, reference
+        self._parity, self._completions, self._stagnation = parity, completions, Stagnation(grpo.early_stopping)
+        self._size = train.per_device_train_batch_size
         self._accumulation = train.gradient_accumulation_steps * ranks
         self._generated = grpo.micro_batches(train.gradient_accumulation_steps) * ranks
         #: Optimizer steps that one set of completions serves.
         self._serves = self._generated * grpo.num_iterations // self._accumulation
-        self._rank, self._ranks = (0, 1) if group is None else (group.rank, group.size)
-        prompts = self._generated * self._size // grpo.num_generations
-        self._chunk, self._chunks = prompts, parts.prompts // prompts
-        self.steps_per_epoch = self._chunks * self._serves
+        super().__init__(job, prompts, self._generated * self._size // grpo.num_generations, spans, group)
+        self.steps_per_epoch = prompts // self._at_once * self._serves
         self._rollout: Rollout | None = None
         self._logged_rollout: int | None = None
-        self._metrics: defaultdict[str, list[float]] = defaultdict(list)
         self._of_batches: list[Metrics] = []
         self._num_tokens = 0
-        self._before = _Before(None, {}, {}, 0)
+        self._before = _Before(None, {}, 0)
         self._began = 0.0
 
     # -- what a step learns from -----------------------------------------------------------------------------
@@ -145,15 +130,6 @@ class GrpoObjective(Objective):
         """How often all prompts have been completed after so many steps."""
         epoch, index = divmod(step, self.steps_per_epoch)
         return epoch + index / self.steps_per_epoch
-
-    def prompts_of(self, rollout: int) -> list[int]:
-        """The prompts that a rollout completes, in an order of each epoch; what fills no rollout is left out."""
-        epoch, chunk = divmod(rollout, self._chunks)
-        generator = torch.Generator().manual_seed(self._seed)
-        for _ in range(epoch + 1):
-            order = torch.randperm(self._parts.prompts, generator=generator)
-        found: list[int] = order[chunk * self._chunk : (chunk + 1) * self._chunk].tolist()
-        return found
 
     def micro_batches(self, step: int, monitor: StepMonitor) -> list[MicroBatch]:
         """This rank's micro-batches, of completions that are sampled when the last ones have been used up."""
@@ -168,12 +144,14 @@ class GrpoObjective(Objective):
             real = [int(loss_mask(batch).sum()) for batch in self._rollout.batches[at : at + self._ranks]]
             inputs = self._rollout.batches[at + self._rank]
             found.append(MicroBatch(inputs, (), TokenCounts(0, real[self._rank], 0)))
-        self._parts.spans.enter(TRAINING)
+        self._spans.enter(TRAINING)
         return found
 
     def _roll_out(self, step: int, monitor: StepMonitor) -> Rollout:
         with sampling(self._job, self._policy.model, step, monitor):
-            torch.manual_seed((self._seed * SEED_STRIDE + step) % 2**63)  # decides what shares a micro-batch
+            torch.manual_seed(
+                (self._job.recipe.run.seed * SEED_STRIDE + step) % 2**63
+            )  # decides what shares a micro-batch
             batch, sampled = self._complete_and_judge(step)
             shuffled = torch.randperm(len(batch["completion_ids"]))
         mixed = {name: value[shuffled] if value.dim() else value for name, value in batch.items()}
@@ -185,7 +163,7 @@ class GrpoObjective(Objective):
 
     def _complete_and_judge(self, step: int) -> tuple[dict[str, Tensor], Sampled]:
         """Completions of a rollout with all that a loss asks of them, and the same for people."""
-        draws, grpo = self._parts.draws, self._grpo
+        draws, grpo = self._draws, self._grpo
         rollout = step // self._serves
         drawn, again = draws.with_spread(self.prompts_of(rollout), step, rollout)
         self._num_tokens += draws.take_tokens()
@@ -238,29 +216,29 @@ class GrpoObjective(Objective):
         if self._accumulation % (self._generated * self._grpo.num_iterations):
             batch["old_per_token_logps"] = self._scored(batch)
         if self._grpo.beta:
-            with self._parts.reference.at_hand() as model:
+            with self._reference.at_hand() as model:
                 batch["ref_per_token_logps"] = self._scored(batch, model)
 
     def _scored(self, batch: Completions, model: PreTrainedModel | None = None) -> Tensor:
         """(B, C), this rank's rows computed and all gathered."""
         own = share_of(len(batch["completion_ids"]), self._rank, self._ranks)
         ids, mask = joined(batch)
-        self._parts.spans.enter(LOG_PROBS)
+        self._spans.enter(LOG_PROBS)
         written = batch["tool_mask"][own] if "tool_mask" in batch else None
         width = batch["completion_ids"].shape[1]
         rows = batch[PROMPT_ROWS][own] if PROMPT_ROWS in batch else None
         found, _ = self._policy.log_probs(
             ids[own], mask[own], width, rows_at_a_time=self._size, model=model, written=written, prompt_rows=rows
         )
-        self._parts.spans.enter(None)
+        self._spans.enter(None)
         return found if self._group is None else gather_rows(self._group, "log-probs", found)
 
     def _note_rewards(self, rewards: Tensor, found: Advantages) -> None:
         note = self._note
-        for index, name in enumerate(self._parts.draws.names):
+        for index, name in enumerate(self._draws.names):
             note(f"rewards/{name}/mean", torch.nanmean(rewards[:, index]))
             note(f"rewards/{name}/std", deviation(rewards[:, index]))
-        for name, value in self._parts.draws.take_noted():
+        for name, value in self._draws.take_noted():
             self._metrics[name].append(value)
         note("reward", torch.nanmean(found.rewards))
         note("reward_std", deviation(found.rewards))
@@ -284,20 +262,19 @@ class GrpoObjective(Objective):
 
     def begin(self, step: int) -> None:
         """Notes the completions in use and the metrics gathered so far."""
-        self._parts.spans.begin_step(step + 1)
-        metrics = {name: list(values) for name, values in self._metrics.items()}
-        self._before = _Before(self._rollout, metrics, self._parts.failures.state(), self._num_tokens)
+        super().begin(step)
+        self._before = _Before(self._rollout, self._draws.failures.state(), self._num_tokens)
         self._of_batches = []
         self._began = time.perf_counter()
 
     def loss(self, inputs: dict[str, Tensor], step: Divisors) -> Tensor:
         """The policy's loss on a micro-batch; before the first step of this process its log-probabilities are held
         against the model's own and the sampler's."""
-        plan, policy, parts = self._job.dtypes, self._policy, self._parts
+        plan, policy = self._job.dtypes, self._policy
         assert self._rollout is not None
         fresh = self._before.rollout is not self._rollout  # else weights have moved since they were sampled
-        if parts.parity(inputs, inputs.get("sampling_per_token_logps") if fresh else None):
-            parts.spans.enter(TRAINING)
+        if self._parity(inputs, inputs.get("sampling_per_token_logps") if fresh else None):
+            self._spans.enter(TRAINING)
         shape = StepShape(self._accumulation, self._generated)
         with compute_context(policy.device, plan.compute, plan.autocast):
             loss, metrics = scored_loss(policy, self._grpo, inputs, shape)
@@ -306,7 +283,7 @@ class GrpoObjective(Objective):
 
     def reduced(self) -> None:
         """Notes the metrics of all ranks' micro-batches, in the order of one process."""
-        spans, tokens = self._parts.spans, self._parts.spans.counted(TRAINING)
+        spans, tokens = self._spans, self._spans.counted(TRAINING)
         told: list[Any] = [[self._of_batches, tokens]]
         if self._group is not None:
             told = gather_json(self._group, "metrics", told[0])
@@ -320,88 +297,72 @@ class GrpoObjective(Objective):
 
     def end(self, step: int) -> None:
         """Looks whether rewards and entropy still leave something to learn; a reference may follow."""
-        self._parts.reference.follow(step)
-        self._parts.spans.enter(None)
-        before, now = self._before.metrics, self._metrics
+        self._reference.follow(step)
+        super().end(step)
+        before, now = self._metrics_before, self._metrics
         rewards, entropies = (now.get(name, [])[len(before.get(name, ())) :] for name in ("reward", "entropy"))
         assert self._rollout is not None
         if self._grpo.mask_truncated_completions and not any(
             bool(batch["completion_mask"].any()) for batch in self._rollout.batches
         ):
             entropies = []  # no tokens, which is not a collapse
-        self._parts.stagnation.note(step, rewards, entropies)
+        self._stagnation.note(step, rewards, entropies)
 
     def undo(self, step: int) -> None:
         """Restores the completions and metrics that :meth:`begin` has noted."""
-        self._parts.spans.forget_after(step)
-        before = self._before
-        self._rollout, self._num_tokens = before.rollout, before.num_tokens
-        self._parts.failures.restore(before.failures)
-        self._metrics.clear()
-        self._metrics.update({name: list(values) for name, values in before.metrics.items()})
+        super().undo(step)
+        self._rollout, self._num_tokens = self._before.rollout, self._before.num_tokens
+        self._draws.failures.restore(self._before.failures)
 
     @property
     def why_over(self) -> str | None:
         """What the section `early_stopping` has found."""
-        return self._parts.stagnation.reason
+        return self._stagnation.reason
 
     # -- logs and checkpoints --------------------------------------------------------------------------------
 
     def metrics(self) -> MetricsLine:
-        """The mean of each number since the last line, None where there is none."""
+        """Rates of tokens, and the mean of each number."""
         self._take_spans()
-        rates = _rates(self._metrics)
-        means: dict[str, float | None] = {}
-        for name, values in self._metrics.items():
-            known = [value for value in values if not math.isnan(value)]
-            means[name] = sum(known) / len(known) if known else None
-        self._metrics.clear()
-        return {**rates, **means}
+        return {**_rates(self._metrics), **super().metrics()}
 
     def logged(self, step: int) -> None:
         """Hands on the newest completions, each batch of them once."""
-        rollout, keep = self._rollout, self._parts.completions
+        rollout, keep = self._rollout, self._completions
         if keep is None or rollout is None or rollout.sampled is None or self._logged_rollout == rollout.step:
             return
         keep(step, _scored_completions(rollout.sampled))
         self._logged_rollout = rollout.step
 
-    def _take_spans(self) -> None:
-        """Adds the time of each finished step to what is averaged."""
-        for numbers in self._parts.spans.take():
-            for name, value in numbers.items():
-                self._metrics[name].append(value)
-
     def state(self) -> JsonObject:
         """Rewards, lengths and all else that is averaged from one line to the next; and what rewards failed on."""
-        self._take_spans()
         return {
-            "metrics": {name: [float(v) for v in values] for name, values in self._metrics.items()},
+            "metrics": self.metrics_state(),
             "completions_of": self._logged_rollout,
-            "stagnation": self._parts.stagnation.state(),
-            "reward_failures": self._parts.failures.state(),
+            "stagnation": self._stagnation.state(),
+            "reward_failures": self._draws.failures.state(),
             "num_tokens": self._num_tokens,
         }
 
     def restore(self, state: JsonObject, progress: Progress) -> None:
         """Resumes with these averages and counts."""
-        self._parts.failures.restore(state.get("reward_failures", {}))
-        self._metrics.update({name: list(values) for name, values in state.get("metrics", {}).items()})
+        self._draws.failures.restore(state.get("reward_failures", {}))
+        self.restore_metrics(state.get("metrics", {}))
         self._logged_rollout = state.get("completions_of")
         self._num_tokens = state.get("num_tokens", progress.tokens_seen)  # where 0.1 kept it
         if "stagnation" in state:
-            self._parts.stagnation.restore(state["stagnation"])
+            self._stagnation.restore(state["stagnation"])
 
     def save(self, folder: Path) -> None:
         """Saves the completions in use, where further steps need them, and a reference that has moved."""
-        self._parts.reference.save(folder)
+        self._reference.save(folder)
         if self._rollout is not None and self._serves > 1:
             said = {"logs": self._rollout.sampled, "sampled_at": self._rollout.step}
             torch.save({"inputs": self._rollout.batches, "said": said}, folder / _COMPLETIONS)
 
     def load(self, folder: Path, device: torch.device) -> None:
         """Loads them."""
-        self._parts.reference.load(folder)
+        self._reference.load(folder)
         if (folder / _COMPLETIONS).exists():
             saved = torch.load(folder / _COMPLETIONS, map_location=device, weights_only=True)
             said = saved.get("said", {})
@@ -484,17 +445,8 @@ def build_grpo(
             group=group,
             shown=draws.shown,
         )
-        stagnation = Stagnation(grpo.early_stopping)
-        parts = GrpoParts(
-            len(asked),
-            draws,
-            failures,
-            spans,
-            stagnation,
-            ParityCheck(policy, job.dtypes, tell_parity),
-            hooks.completions,
-            Reference(model, reference, grpo),
-        )
-        return GrpoObjective(job, grpo, policy, parts, group)
+        parity = ParityCheck(policy, job.dtypes, tell_parity)
+        kept = Reference(model, reference, grpo), parity, hooks.completions
+        return GrpoObjective(job, grpo, policy, draws, *kept, prompts=len(asked), spans=spans, group=group)
 
     return build_loop(job, model, objective, hooks, group)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ftcli.data.collate import documents_batch, with_images
 from ftcli.data.tokens import TokenizedRow
 from ftcli.errors import ExitCode, FtcliError
-from ftcli.evaluate.ranks import passes_in_step
+from ftcli.generation.generator import passes_in_step
 from ftcli.labels import IGNORE_INDEX
 from ftcli.methods.grpo.losses import Completions, StepShape, loss_mask, policy_loss
 from ftcli.methods.grpo.settings import GrpoConfig
@@ -36,7 +36,7 @@ from ftcli.model.backbone import (
     rotation_kept,
     within_root,
 )
-from ftcli.model.delta_layer import FusedDeltaLayer
+from ftcli.model.layers import FusedDeltaLayer
 from ftcli.model.loss import next_token_log_probs, supervised_positions
 from ftcli.model.quantized import has_coarse_products
 from ftcli.model.selfcheck import rounded_otherwise
@@ -85,7 +85,6 @@ class ScoredDocuments:
 
         Args:
             input_ids, attention_mask: (B, P + C); the last ``completion`` columns, C, are the completions.
-            silent: For each row whether it is left out.
             written: (B, C), 1 for tokens that are scored; None: all of the completions are.
             shown: What each prompt shows; empty where none does.
         """
@@ -154,8 +153,6 @@ class PolicyScores:
         Args:
             input_ids, attention_mask: (B, P + C); the last ``completion`` columns, C, are the completions.
             silent: Rows that are left out, with zeros.
-            model: Another model than the policy.
-            entropy_gradient: The loss uses the entropies, too.
             written: (B, C), 1 for tokens that are scored; None: all of the completions are.
             prompt_rows: (B,), the numbers of the prompts, where these show images.
         """
@@ -203,7 +200,8 @@ class PolicyScores:
         nothing = torch.zeros(where.shape, dtype=torch.float32, device=self.device)
         if not scored.documents:
             if torch.is_grad_enabled() and root_of(model) is not None:  # the others need its part of their passes
-                log_probs, _ = self._computed(model, [_filler()], entropy_gradient)
+                filler = TokenizedRow(Row("completions", 0, {}), [0, 0], [IGNORE_INDEX, 0])
+                log_probs, _ = self._computed(model, [filler], entropy_gradient)
                 return nothing + 0.0 * log_probs.sum(), nothing
             return nothing + _zero_of(model), nothing
         if torch.is_grad_enabled() and self._spans is not None:
@@ -234,11 +232,6 @@ class PolicyScores:
             )
 
         return within_root(model, compute)
-
-
-def _filler() -> TokenizedRow:
-    """A document that counts for nothing."""
-    return TokenizedRow(Row("completions", 0, {}), [0, 0], [IGNORE_INDEX, 0])
 
 
 def _is_running(model: PreTrainedModel | PeftModel) -> bool:
@@ -356,9 +349,6 @@ class ParityCheck:
     """:func:`check_parity` of a rank's first micro-batch that has completions, once.
 
     Ranks that hold shards of the weights call it alike, until each has looked.
-
-    Args:
-        tell: Gets what was found.
     """
 
     def __init__(self, policy: PolicyScores, plan: DtypePlan, tell: Callable[[Parity], None]) -> None:
@@ -393,9 +383,8 @@ def check_parity(policy: PolicyScores, plan: DtypePlan, inputs: Completions, sam
         sampled: (B, C), the log-probabilities that the sampler says its tokens had under the weights as they are now;
             None where it is not known.
 
-    Raises:
-        FtcliError: FT707 (exit 1) when the log-probabilities that training works with are not the model's own; FT708
-            (exit 1) when they are not those that completions were sampled with.
+    Raises FtcliError FT707 (exit 1) when the log-probabilities that training works with are not the model's own; FT708
+    (exit 1) when they are not those that completions were sampled with.
     """
     model: Any = policy.model
     chosen = _chosen(inputs["completion_mask"])
@@ -439,7 +428,6 @@ def allowed(plan: DtypePlan, rounding: float | None, *, coarse: bool) -> float:
 
     Args:
         rounding: What one more rounding makes, in nats, where that counts.
-        coarse: Products are coarser than the compute dtype.
     """
     least = max(_ALLOWED[plan.compute], _ALLOWED_COARSE if coarse else 0.0)
     return least if rounding is None else max(least, _TIMES_ROUNDING * rounding)

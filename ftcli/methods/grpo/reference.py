@@ -29,7 +29,6 @@ class Reference:
     mixed each for itself would be no mixture of what they add, so alpha is 1 (FT274).
 
     Args:
-        model: The policy.
         other: A second model, which is the reference; None: the policy without its adapters.
     """
 

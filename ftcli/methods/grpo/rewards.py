@@ -1,7 +1,10 @@
-"""The recipe's rewards: opened once, and the completions that they fail on counted."""
+"""The recipe's rewards: opened once, the completions that they fail on counted; and when training ends since they rise
+no more, or no entropy is left to explore with (`grpo.early_stopping`).
+"""
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,9 +23,12 @@ from ftcli.judges import (
     open_judge,
     reserved_column,
 )
+from ftcli.methods.grpo.settings import GrpoStoppingConfig
+from ftcli.plain import JsonObject
 from ftcli.reporting import Reporter
 from ftcli.rows.prompts import Prompt
 from ftcli.tables import judges
+from ftcli.train.evaluation import BestEvaluation
 
 #: The share of failures is that among so many completions, the newest ones.
 WINDOW = 1000
@@ -58,12 +64,9 @@ class Reward:
 
         Args:
             columns: What the rows lend, one value for each completion.
-            origins: Where the row of each completion is.
             reasoning: What the model wrote before each completion; None where nothing.
-            asked: The prompt of each completion as its row has it.
 
-        Raises:
-            FtcliError: FT455 (exit 4), as :meth:`ftcli.judges.Judge.scores`.
+        Raises FtcliError FT455 (exit 4), as :meth:`ftcli.judges.Judge.scores`.
         """
         answers = [""] * len(completions) if self.answer is None else [str(each) for each in columns[self.answer]]
         return self.judge.scores(CompletionBatch(completions, prompts, answers, columns, origins, reasoning, asked))
@@ -74,13 +77,9 @@ def build_rewards(
 ) -> list[Reward]:
     """All rewards, their names made unique.
 
-    Args:
-        columns: Columns of the data that are handed to each function by name.
-
-    Raises:
-        FtcliError: FT451 and FT452 for a user's function that cannot be loaded; FT280 for a JSON Schema that is none;
-            FT453 (exit 4) when a reward needs a column that the data lacks; FT454 (exit 4) for columns with reserved
-            names; FT470 where the key of an address is not set.
+    Raises FtcliError FT451 and FT452 for a user's function that cannot be loaded; FT280 for a JSON Schema that is none;
+    FT453 (exit 4) when a reward needs a column that the data lacks; FT454 (exit 4) for columns with reserved names;
+    FT470 where the key of an address is not set.
     """
     taken = reserved_column(columns)
     if taken is not None:
@@ -133,8 +132,7 @@ class RewardFailures:
     def add(self, reward: str, judged: int, failed: int, example: str | None = None) -> None:
         """Counts a batch of a reward, over all ranks. The first failure is told as FT457.
 
-        Raises:
-            FtcliError: FT456 (exit 4) where it fails on more than the share that the recipe lets pass.
+        Raises FtcliError FT456 (exit 4) where it fails on more than the share that the recipe lets pass.
         """
         if example is not None and reward not in self._told:
             self._told.add(reward)
@@ -163,3 +161,75 @@ class RewardFailures:
         self._batches = {
             name: deque((int(count), int(failed)) for count, failed in batches) for name, batches in state.items()
         }
+
+
+@dataclass(slots=True)
+class Stagnation:
+    """What the stops of a run have seen.
+
+    Attributes:
+        settings: None: nothing is looked for.
+        rewards: Mean rewards of the rollouts since the last measurement.
+        best: The best measurement, as :class:`BestEvaluation` counts: negated.
+        entropy: That of the last step that had any, in nats a token.
+    """
+
+    settings: GrpoStoppingConfig | None = None
+    rewards: list[float] = field(default_factory=list)
+    best: BestEvaluation = field(default_factory=BestEvaluation)
+    low: int = 0
+    entropy: float | None = None
+
+    def note(self, step: int, rewards: Sequence[float], entropies: Sequence[float]) -> None:
+        """Takes a finished step into account.
+
+        Args:
+            rewards: The mean reward of each rollout in it; NaN where no completion had one.
+            entropies: The mean entropy of sampled tokens of each micro-batch that was trained on, in nats.
+        """
+        settings = self.settings
+        if settings is None:
+            return
+        if settings.reward is not None:
+            for reward in rewards:
+                self._measure(step, reward, settings.reward.window, settings.reward.min_delta)
+        if settings.entropy is not None and entropies:
+            self.entropy = math.fsum(entropies) / len(entropies)
+            self.low = self.low + 1 if self.entropy < settings.entropy.min_entropy else 0
+
+    def _measure(self, step: int, reward: float, window: int, min_delta: float) -> None:
+        if math.isfinite(reward):
+            self.rewards.append(reward)
+        if len(self.rewards) == window:
+            self.best.note(step, {"eval_loss": -math.fsum(self.rewards) / window}, min_delta)
+            self.rewards.clear()
+
+    @property
+    def reason(self) -> str | None:
+        """Why training ends; None while it goes on."""
+        settings = self.settings
+        if settings is None:
+            return None
+        reward, entropy = settings.reward, settings.entropy
+        if reward is not None and self.best.value is not None and self.best.worse >= reward.patience:
+            by = f" by more than {reward.min_delta:g}" if reward.min_delta else ""
+            return (
+                f"the mean reward of {reward.window} rollouts has not risen{by} in {self.best.worse} measurements; its "
+                f"highest was {-self.best.value:.4g}, at step {self.best.step}"
+            )
+        if entropy is not None and self.entropy is not None and self.low >= entropy.patience:
+            return (
+                f"entropy was below {entropy.min_entropy:g} nats a token in {self.low} steps in a row, "
+                f"{self.entropy:.2g} in the last"
+            )
+        return None
+
+    def state(self) -> JsonObject:
+        """What a checkpoint keeps, as JSON values."""
+        best = {"value": self.best.value, "step": self.best.step, "worse": self.best.worse}
+        return {"rewards": list(self.rewards), "best": best, "low": self.low, "entropy": self.entropy}
+
+    def restore(self, state: JsonObject) -> None:
+        """Goes on from what :meth:`state` returned."""
+        self.rewards, self.best = list(state["rewards"]), BestEvaluation(**state["best"])
+        self.low, self.entropy = state["low"], state["entropy"]

@@ -1,11 +1,13 @@
-"""Completions that GRPO trains on: sampled by the engine with the weights of now, gathered from all ranks."""
+"""Completions that methods train on: sampled by the engine with the weights of now, gathered from all ranks."""
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
@@ -13,48 +15,105 @@ from ftkernels.sampling import Sampling, row_seed
 from torch import Tensor
 
 from ftcli.errors import ExitCode, FtcliError
-from ftcli.evaluate.ranks import generating
 from ftcli.facts.generation import MOST_ROWS
-from ftcli.generation.generator import OpenedGenerator, open_generator
-from ftcli.generation.requests import Completion, GenerationRequest, NotFinite, PromptImages, StopCheck, StopConditions
-from ftcli.generation.turns import Turns
+from ftcli.generation.generator import OpenedGenerator, generating, open_generator
+from ftcli.generation.requests import (
+    Completion,
+    GenerationRequest,
+    NotFinite,
+    PromptImages,
+    StopCheck,
+    StopConditions,
+    Turns,
+)
 from ftcli.job import Job
+from ftcli.methods.grpo.spans import Spans
 from ftcli.model.backbone import compute_context, root_of
 from ftcli.model.gradient_checkpointing import without_checkpointing
 from ftcli.plan.memory.terms import FORWARD, GENERATION
+from ftcli.run.metrics import MetricsLine
 from ftcli.run.process_group import gather_bytes, gather_json
+from ftcli.train.loop import Objective
 
 if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel
 
+    from ftcli.methods.distill.settings import DistillConfig
+    from ftcli.methods.grpo.settings import GrpoConfig
     from ftcli.run.process_group import RankGroup
     from ftcli.train.loop import StepMonitor
 
+    DrawnBy: TypeAlias = GrpoConfig | DistillConfig
 
-class DrawnBy(Protocol):
-    """The settings of a method by which completions are drawn."""
 
-    @property
-    def temperature(self) -> float: ...
-    @property
-    def top_k(self) -> int: ...
-    @property
-    def top_p(self) -> float: ...
-    @property
-    def max_prompt_length(self) -> int: ...
-    @property
-    def max_completion_length(self) -> int: ...
-    @property
-    def stop_strings(self) -> tuple[str, ...]: ...
+class SampledObjective(Objective):
+    """An objective over completions of prompts: which prompts a step completes, its clock, and what is averaged from
+    one line of metrics to the next.
+
+    Args:
+        prompts, at_once: How many there are, and how many are completed together.
+    """
+
+    def __init__(self, job: Job, prompts: int, at_once: int, spans: Spans, group: RankGroup | None) -> None:
+        self._job, self._spans, self._group = job, spans, group
+        self._rank, self._ranks = (0, 1) if group is None else (group.rank, group.size)
+        self._prompts, self._at_once = prompts, at_once
+        self._metrics: defaultdict[str, list[float]] = defaultdict(list)
+        self._metrics_before: dict[str, list[float]] = {}
+
+    def prompts_of(self, rollout: int) -> list[int]:
+        """The prompts that are completed together, in an order of each epoch; what does not fill up is left out."""
+        epoch, chunk = divmod(rollout, self._prompts // self._at_once)
+        generator = torch.Generator().manual_seed(self._job.recipe.run.seed)
+        for _ in range(epoch + 1):
+            order = torch.randperm(self._prompts, generator=generator)
+        found: list[int] = order[chunk * self._at_once : (chunk + 1) * self._at_once].tolist()
+        return found
+
+    def begin(self, step: int) -> None:
+        """Notes the metrics gathered so far."""
+        self._spans.begin_step(step + 1)
+        self._metrics_before = {name: list(values) for name, values in self._metrics.items()}
+
+    def undo(self, step: int) -> None:
+        """Restores them."""
+        self._spans.forget_after(step)
+        self._metrics.clear()
+        self._metrics.update({name: list(values) for name, values in self._metrics_before.items()})
+
+    def end(self, step: int) -> None:
+        """Nothing of the step is left to be timed."""
+        self._spans.enter(None)
+
+    def metrics(self) -> MetricsLine:
+        """The mean of each number since the last line, None where there is none."""
+        self._take_spans()
+        known = {name: [one for one in values if not math.isnan(one)] for name, values in self._metrics.items()}
+        self._metrics.clear()
+        return {name: sum(values) / len(values) if values else None for name, values in known.items()}
+
+    def metrics_state(self) -> dict[str, list[float]]:
+        """All that is averaged, for a checkpoint."""
+        self._take_spans()
+        return {name: [float(one) for one in values] for name, values in self._metrics.items()}
+
+    def restore_metrics(self, state: Mapping[str, Sequence[float]]) -> None:
+        """Resumes with what :meth:`metrics_state` gave."""
+        self._metrics.update({name: list(values) for name, values in state.items()})
+
+    def _take_spans(self) -> None:
+        """Adds the time of each finished step to what is averaged."""
+        for numbers in self._spans.take():
+            for name, value in numbers.items():
+                self._metrics[name].append(value)
 
 
 @contextmanager
 def sampling(job: Job, model: PreTrainedModel | PeftModel, step: int, monitor: StepMonitor) -> Iterator[None]:
     """A block in which completions of a step are sampled; random numbers that it draws leave training's as they were.
 
-    Raises:
-        FtcliError: FT702 (exit 6) where the model's logits are not finite.
+    Raises FtcliError FT702 (exit 6) where the model's logits are not finite.
     """
     monitor.enter(GENERATION)
     monitor.check_finite()  # sampling waits for the device anyway, and would fail on what came of it
@@ -118,8 +177,7 @@ class Rollouts:
                 by its request and number; None: they have one turn.
             shown: What each of ``prompts`` shows; empty where none does.
 
-        Raises:
-            NotFinite: the model's logits are not finite.
+        Raises NotFinite: the model's logits are not finite.
         """
         self._in_step = self._in_step + 1 if step == self._step else 0
         self._step = step

@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 
@@ -13,18 +14,12 @@ import torch
 ROLLOUT, REWARDS, LOG_PROBS, TRAINING, OPTIMIZER = "rollout", "rewards", "log_probs", "training", "optimizer"
 
 
-@dataclass(frozen=True, slots=True)
-class SpanMark:
-    """From here on time belongs to ``part``; None: to none that is told."""
-
-    part: str | None
-    at: float | torch.cuda.Event
-
-
 @dataclass(slots=True)
 class _Step:
+    """``marks``: from when on time belongs to which part; None: to none that is told."""
+
     number: int
-    marks: list[SpanMark]
+    marks: list[tuple[str | None, Any]]
     tokens: dict[str, int]
 
 
@@ -77,22 +72,14 @@ class Spans:
 
     def _numbers(self, step: _Step) -> Mapping[str, float]:
         numbers = {f"seconds/{part}": 0.0 for part in self._parts}
-        for before, after in pairwise(step.marks):
-            if before.part is not None:
-                numbers[f"seconds/{before.part}"] += _between(before, after)
+        for (part, begin), (_, end) in pairwise(step.marks):
+            if part is not None:
+                numbers[f"seconds/{part}"] += begin.elapsed_time(end) / 1000.0 if self._cuda else end - begin
         return numbers | {f"processed_tokens/{part}": float(count) for part, count in step.tokens.items()}
 
-    def _mark(self, part: str | None) -> SpanMark:
+    def _mark(self, part: str | None) -> tuple[str | None, Any]:
         if not self._cuda:
-            return SpanMark(part, time.perf_counter())
+            return part, time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
-        return SpanMark(part, event)
-
-
-def _between(before: SpanMark, after: SpanMark) -> float:
-    if isinstance(before.at, torch.cuda.Event) and isinstance(after.at, torch.cuda.Event):
-        return float(before.at.elapsed_time(after.at)) / 1000.0
-    assert isinstance(before.at, float)
-    assert isinstance(after.at, float)
-    return after.at - before.at
+        return part, event

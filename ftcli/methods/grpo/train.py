@@ -10,11 +10,12 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ftcli.config.load import LoadedRecipe
 from ftcli.config.recipe import Recipe
-from ftcli.data.asked import PromptLimit
+from ftcli.data.asked import PromptLimit, uncut
 from ftcli.data.ledger import raise_without_images
 from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.facts.device import named_device
@@ -23,7 +24,6 @@ from ftcli.methods.grpo.rewards import Reward, build_rewards
 from ftcli.methods.grpo.settings import GrpoConfig
 from ftcli.preflight.stages import checked
 from ftcli.reporting import Session
-from ftcli.rows.places import local_sources
 from ftcli.rows.row import data_error
 from ftcli.train.context import RunContext
 from ftcli.train.lifecycle import CompleteRun, add_to_manifest
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from ftcli.data.survey import RowSurvey
     from ftcli.data.tokens import TokenizedRow
     from ftcli.job import Job
-    from ftcli.methods.grpo.episodes import Acting
+    from ftcli.methods.grpo.draws import Acting
     from ftcli.methods.grpo.policy import Parity
     from ftcli.run.inputs import Inputs
     from ftcli.run.process_group import RankGroup
@@ -54,14 +54,14 @@ class Grpo(PromptMethod):
         self._reference: Any = None
 
     def room(self, recipe: Recipe) -> PromptLimit:
-        return room_of_grpo(self._grpo)
+        return uncut("grpo", self._grpo.max_prompt_length)
 
     def training_rows(self, recipe: Recipe, prompts: int) -> TrainingRows:
         return training_rows(recipe, prompts)
 
     def prepare(self, job: Job, prompts: Sequence[RenderedPrompt]) -> None:
         """Rewards, and an environment if there is one. Raises FtcliError FT261 (exit 4) for too few prompts."""
-        from ftcli.methods.grpo.episodes import open_acting
+        from ftcli.methods.grpo.draws import open_acting
 
         require_rollout(len(prompts), job.recipe)
         require_images(job.recipe, prompts)
@@ -115,17 +115,10 @@ def require_images(recipe: Recipe, prompts: Sequence[RenderedPrompt]) -> None:
         raise data_error("FT412", message, seeing.prompt.row.origin, "leave the images or grpo.environment out")
 
 
-def room_of_grpo(grpo: GrpoConfig) -> PromptLimit:
-    """Prompts of GRPO are never cut."""
-    limit, help = grpo.max_prompt_length, "raise grpo.max_prompt_length, choose data.overlong: drop, or remove the row"
-    return PromptLimit(limit, "FT781", f"more than grpo.max_prompt_length {limit}", help)
-
-
 def require_rollout(prompts: int, recipe: Recipe) -> None:
     """Refuse data of fewer prompts than GRPO completes at a time: no step could be made of them.
 
-    Raises:
-        FtcliError: FT261 (exit 4).
+    Raises FtcliError FT261 (exit 4).
     """
     grpo, train = recipe.grpo, recipe.train
     assert grpo is not None  # preflight refuses such a recipe (FT260)
@@ -157,12 +150,8 @@ def survey(looking: RowSurvey, recipe: Recipe) -> None:
     """Looks at the prompts of ``data.train`` that lie on this machine."""
     grpo = recipe.grpo
     assert grpo is not None  # preflight refuses such a recipe (FT260)
-    looking.prompts("data.train", local_sources(recipe.data.train), room_of_grpo(grpo))
-    if len(looking.found) == len(recipe.data.train) and all(one.whole for one in looking.found):
-        try:
-            require_rollout(sum(one.rows for one in looking.found), recipe)
-        except FtcliError as error:
-            looking.failures.append(error)
+    room = uncut("grpo", grpo.max_prompt_length)
+    looking.training_prompts(recipe.data.train, room, partial(require_rollout, recipe=recipe))
 
 
 #: Rows that are scored, and answers of other rows that each of them gets.
@@ -213,7 +202,7 @@ def dry_rewards(loaded: LoadedRecipe, session: Session) -> DryRewards:
     job, grpo = open_job(report, session), report.recipe.grpo
     assert grpo is not None  # preflight refuses such a recipe (FT260)
     data = job.recipe.data
-    room = room_of_grpo(grpo)
+    room = uncut("grpo", grpo.max_prompt_length)
     asked, _ = asked_rows(
         data.train, data, job.tokenizer, room, offline=session.offline, max_rows=ROWS, vision=job.vision
     )

@@ -77,9 +77,8 @@ def memory(plan: RunPlan) -> MethodMemory:
     be switched off.
     """
     recipe = plan.recipe
-    reference = -(-plan.sizes.parameters // plan.shard_size) * plan.dtypes.parameter_bytes
     return MethodMemory(
         seq_len=recipe.data.max_seq_len,
         loss_bytes=plan.log_prob_bytes(plan.rows * -(-recipe.data.max_seq_len // plan.shares)),
-        reference_bytes=reference if needs_second_model(recipe) else 0,
+        reference_bytes=plan.model_bytes if needs_second_model(recipe) else 0,
     )

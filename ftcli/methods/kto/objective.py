@@ -12,9 +12,10 @@ from torch import Tensor
 from ftcli.data.order import Epochs
 from ftcli.data.tokens import TokenizedRow
 from ftcli.methods.kto.losses import LABEL_SUMS, LabelledAnswers, LabelLoss, label_sums, measures, step_sums
-from ftcli.methods.kto.reference import LabelReference, known_of, mismatched_rows, units_of_step
+from ftcli.methods.kto.reference import known_of, mismatched_rows, units_of_step
 from ftcli.methods.preference.objective import KNOWN, ComparedObjective, without_dropout
 from ftcli.methods.preference.pairs import SCORED
+from ftcli.methods.preference.reference import Reference
 from ftcli.model.backbone import compute_context
 from ftcli.plain import JsonObject
 from ftcli.plan.memory.terms import FORWARD
@@ -44,11 +45,11 @@ class LabelObjective(ComparedObjective):
         epochs: Epochs,
         loss: LabelLoss,
         *,
-        reference: LabelReference | None,
+        reference: Reference | None,
         **parts: Unpack[ObjectiveParts],
     ) -> None:
-        compared = reference or LabelReference()
-        self._loss, self._known, self._longest = loss, compared.known or {}, job.recipe.data.max_seq_len
+        compared = reference or Reference()
+        self._loss, self._known, self._longest = loss, compared.of_rows or {}, job.recipe.data.max_seq_len
         super().__init__(
             job,
             model,
@@ -56,7 +57,7 @@ class LabelObjective(ComparedObjective):
             ("label_sums", LABEL_SUMS),
             ld_alpha=1.0,
             reference=compared.model,
-            known=compared.known is not None,
+            known=compared.of_rows is not None,
             other=compared.other,
             **parts,
         )
@@ -90,12 +91,9 @@ class LabelObjective(ComparedObjective):
     def loss(self, inputs: dict[str, Tensor], step: Divisors) -> Tensor:
         """The summed loss of the answers over those of the whole step; with ``sft_weight`` times the cross-entropy of
         the wanted answers' tokens over these."""
-        labels, known = inputs.pop(_LABELS), inputs.pop(KNOWN, None)
-        reference, start = self._of_reference(inputs, known), self.own_start(inputs)
-        with compute_context(self._device, self._dtypes.compute, self._dtypes.autocast):
-            policy = self._scorer.score(self._model, inputs, self._stack)
-        tokens = (inputs[SCORED] > 0).sum(1).float()
-        self.check_first(inputs, policy, reference, start)
+        labels = inputs.pop(_LABELS)
+        policy, reference, tokens = self.compared(inputs)
+        assert reference is not None
         answers = LabelledAnswers(policy.sums - reference.sums, labels, self._kl)
         loss = self._loss.values(answers).sum() / step.pairs
         if self._loss.sft_weight:

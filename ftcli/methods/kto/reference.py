@@ -8,7 +8,6 @@ has made: whatever brings a prompt and an answer together, no other row's number
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,6 +21,7 @@ from ftcli.methods.preference.cache import unit_digest
 from ftcli.methods.preference.checks import caches
 from ftcli.methods.preference.reference import (
     AheadOfTraining,
+    Reference,
     Rows,
     RunSteps,
     Units,
@@ -40,24 +40,6 @@ if TYPE_CHECKING:
 
     from ftcli.job import Job
     from ftcli.run.process_group import RankGroup
-
-
-@dataclass(frozen=True, slots=True)
-class LabelReference:
-    """What answers are compared with.
-
-    Attributes:
-        model: A second model; None where the trained one can be computed without its adapters, or nothing is needed.
-        known: Log-probabilities of the training rows and of the mismatched rows of all steps, by
-            :func:`~ftcli.methods.preference.cache.unit_digest`. None where the reference is computed in each step.
-        held_out: Those of held-out rows, and of their mismatched ones.
-        other: The name of another model that has been scored and is gone, so that nothing more can be computed.
-    """
-
-    model: PreTrainedModel | None = None
-    known: Mapping[bytes, float] | None = None
-    held_out: Mapping[bytes, list[float]] = field(default_factory=dict)
-    other: str | None = None
 
 
 def known_of(known: Mapping[bytes, float], rows: Sequence[TokenizedRow]) -> Tensor:
@@ -80,13 +62,13 @@ def scored_ahead(
     group: RankGroup | None,
     *,
     keep: bool = True,
-) -> LabelReference:
+) -> Reference:
     """Log-probabilities of all rows that training and evaluation will see, mismatched ones included, where that pays;
     ``model`` has not been trained yet. As of pairs (:func:`ftcli.methods.preference.reference.scored_ahead`).
     """
     recipe = job.recipe
     if not caches(recipe, "possibly"):
-        return LabelReference()
+        return Reference()
     settings, loss = recipe.preference or PreferenceConfig(), LabelLoss.of(recipe.preference)
     longest = recipe.data.max_seq_len
     training, again = (no_units, False) if epochs is None else _trained(job, epochs, loss, group)
@@ -99,9 +81,9 @@ def scored_ahead(
         certain=again or caches(recipe, "surely"),
     )
     if found is None:
-        return LabelReference()
+        return Reference()
     of_training, of_held_out = (scored.by_digest() for scored in found)
-    return LabelReference(None, {row: value for row, (value,) in of_training.items()}, of_held_out)
+    return Reference(of_rows={row: value for row, (value,) in of_training.items()}, held_out=of_held_out)
 
 
 def _trained(job: Job, epochs: Epochs, loss: LabelLoss, group: RankGroup | None) -> tuple[Wanted, bool]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from ftcli.methods.preference import rows as pairs
-from ftcli.plain import JsonObject
 from ftcli.rows.columns import BAD, GOOD
 from ftcli.rows.layouts import meant_for, messages, prompted
 from ftcli.rows.layouts.messages import conversation, list_of, marks_of, messages_of
@@ -24,7 +24,7 @@ def understand(row: Row) -> Example:
 
     ``value`` is 1 for a wanted answer and -1 for an unwanted one. Raises Misfit without a label or an answer.
     """
-    said = _labels(row.fields)
+    said = {name: row.fields[name] for name in _LABELS if row.fields.get(name) is not None}
     if not said and {"chosen", "rejected"} <= set(row.fields):
         wanted = pairs.understand(row)
         return replace(wanted, value=1.0, others=tuple(replace(one, value=-1.0) for one in wanted.others))
@@ -35,10 +35,6 @@ def understand(row: Row) -> Example:
     if len(set(values.values())) > 1:
         raise Misfit(f"the columns {' and '.join(map(repr, said))} contradict each other")
     return replace(_answered(row), value=next(iter(values.values())))
-
-
-def _labels(fields: JsonObject) -> JsonObject:
-    return {name: fields[name] for name in _LABELS if fields.get(name) is not None}
 
 
 def _value(name: str, label: Any) -> float:
@@ -65,27 +61,25 @@ def _answered(row: Row) -> Example:
 
 def _completed(row: Row, prompt: Any, completion: Any) -> Example:
     """``completion`` may hold the whole conversation: without a ``prompt``, or with one that stands in it as well."""
-    answer = [completion] if isinstance(completion, dict) else completion
-    if _is_text(answer) and _is_text(prompt):
+    answer = pairs.listed(completion)
+    if pairs.is_text(answer) and pairs.is_text(prompt):
         return pair(row)
-    if _is_text(answer) and prompt is None:
+    if pairs.is_text(answer) and prompt is None:
         raise Misfit("column 'prompt' is missing")
-    if prompt is None or (_is_text(prompt) and any(prompt == m["content"] for m in messages_of(answer))):
+    if prompt is None or (pairs.is_text(prompt) and any(prompt == m["content"] for m in messages_of(answer))):
         return _last_answer(messages.understand(replace(row, fields={**row.fields, "messages": answer})))
-    if _is_text(prompt):
+    if pairs.is_text(prompt):
         raise Misfit("prompt and completion must both be strings, or both lists of messages")
     asked = list_of(prompt)
-    said = [{"role": "assistant", "content": text_of(answer, "completion")}] if _is_text(answer) else list_of(answer)
+    said = (
+        [{"role": "assistant", "content": text_of(answer, "completion")}] if pairs.is_text(answer) else list_of(answer)
+    )
     if messages_of(said)[: len(asked)] == messages_of(asked):
         said = said[len(asked) :]
     turns = [*asked, *said]
     chat = messages_of(turns)
     _require_answer(chat[len(asked) :])
     return conversation(row, chat, len(asked), marks_of(turns, [message["role"] for message in chat]))
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str) and not value.lstrip().startswith("[{")  # tables hold messages as JSON text
 
 
 def _last_answer(example: Example) -> Example:
@@ -97,6 +91,6 @@ def _last_answer(example: Example) -> Example:
     return replace(example, completion_from=first)
 
 
-def _require_answer(turns: tuple[Message, ...] | list[Message]) -> None:
-    if not any(m["role"] == "assistant" and (m["content"] or m.get("tool_calls")) for m in turns):
+def _require_answer(turns: Sequence[Message]) -> None:
+    if not pairs.has_answer(turns):
         raise Misfit("there is no answer after the prompt that the label could be of")

@@ -4,7 +4,6 @@ became of log-probabilities.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Unpack
@@ -28,7 +27,7 @@ from ftcli.methods.kto.reference import mismatched_rows, rows_by_file
 from ftcli.methods.kto.reference import scored_ahead as answers_ahead
 from ftcli.methods.preference.evaluate import ComparedEvaluator, forward_pass
 from ftcli.methods.preference.figures import held_out_names, stop_columns, stop_measures
-from ftcli.methods.preference.pairs import SCORED
+from ftcli.methods.preference.pairs import SCORED, digest_of
 from ftcli.methods.preference.train import Compared, start_of
 from ftcli.model.backbone import compute_context
 from ftcli.train.on_rows import ObjectiveParts
@@ -239,7 +238,7 @@ def contradictions(table: Sequence[TokenizedRow]) -> Iterator[Finding]:
     seen: dict[bytes, int] = {}
     count = 0
     for index, row in enumerate(table):
-        first = seen.setdefault(_digest(row), index)
+        first = seen.setdefault(digest_of(row), index)
         other = table[first] if first != index else row
         if other.value == row.value:
             continue
@@ -249,7 +248,3 @@ def contradictions(table: Sequence[TokenizedRow]) -> Iterator[Finding]:
             yield Finding("FT467", message, row.row.origin, "remove one of them", "warning")
     if count > _NAMED:
         yield Finding("FT467", f"and {count - _NAMED:,} more answers like these", None, "remove one of each", "warning")
-
-
-def _digest(row: TokenizedRow) -> bytes:
-    return hashlib.blake2b(np.asarray(row.input_ids, dtype=np.int32).tobytes(), digest_size=16).digest()

@@ -69,9 +69,7 @@ class ReferenceCache:
     """The entries of one reference.
 
     Args:
-        folder: Theirs alone.
         warn: Told of entries that are damaged, and when nothing can be kept; the run goes on without.
-        width: Numbers of a unit.
     """
 
     def __init__(self, folder: Path, warn: Callable[[str], None], width: int = 4) -> None:
@@ -171,10 +169,6 @@ def reference_key(
 ) -> str:
     """Of each weight of the reference as it is in memory, its configuration, how it is computed and by which code. No
     setting of training is in it. All ranks call it where the weights are sharded, and have the same.
-
-    Args:
-        rows: Rows of a unit.
-        shares: Ranks that share each row.
     """
     base, plan, batches = base_of(model), job.plan, job.batches(model)
     config = {name: value for name, value in base.config.to_dict().items() if name != "_name_or_path"}

@@ -211,9 +211,8 @@ def memory(plan: RunPlan) -> MethodMemory:
     recipe = plan.recipe
     tokens = plan.rows * -(-(recipe.data.max_seq_len - plan.shared_tokens) // plan.shares)
     picked = 2 * tokens * plan.sizes.hidden_size * plan.dtypes.compute_bytes  # and their gradient
-    reference = -(-plan.sizes.parameters // plan.shard_size) * plan.dtypes.parameter_bytes
     return MethodMemory(
         seq_len=recipe.data.max_seq_len,
         loss_bytes=plan.log_prob_bytes(tokens) + (picked if plan.execution.batches.shares_prompts else 0),
-        reference_bytes=reference if needs_second_model(recipe) else 0,
+        reference_bytes=plan.model_bytes if needs_second_model(recipe) else 0,
     )

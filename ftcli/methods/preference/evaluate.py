@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ftcli.data.tokens import TokenizedRow
 from ftcli.errors import Origin
-from ftcli.evaluate.loss import LossResult, Sums, in_batches, require_finite, summed_in_step, summed_over_ranks
+from ftcli.evaluate.loss import LossResult, Sums, require_finite, summed
 from ftcli.evaluate.margins import Floats, RowTable, margins_of_pairs
 from ftcli.evaluate.suite import Evaluator
 from ftcli.methods.preference.cache import LogProbs, unit_digest
@@ -107,28 +107,11 @@ class UnitEvaluator(Evaluator, ABC):
         """The ``width`` sums over so many units, by their numbers, over all ranks. Where these hold shards of the
         weights, ``attempt`` gives None where memory ran out.
         """
-        group, items = self.group, range(count)
-        size, reporter = self.job.recipe.eval.per_device_eval_batch_size, self.job.reporter
-        if group is not None and root_of(model) is not None:
-            return summed_in_step(group, items, size, attempt, where=where, reporter=reporter, width=width)
-
-        def step(chosen: Sequence[int]) -> Sums:
-            found = attempt(chosen)
-            assert found is not None
-            return found
-
-        def run(mine: Sequence[int]) -> Iterator[tuple[Sequence[int], Sums]]:
-            with reporter.progress(len(mine), "evaluating") as progress:
-                for done, found in in_batches(mine, size, step, where=where, reporter=reporter, what="evaluation"):
-                    yield done, found
-                    progress.advance(len(done))
-
-        if group is not None:
-            return summed_over_ranks(group, items, size, run, width=width)
-        total = [0.0] * width
-        for _, found in run(items):
-            total = [a + b for a, b in zip(total, found, strict=True)]
-        return tuple(total)
+        size, sharded = self.job.recipe.eval.per_device_eval_batch_size, root_of(model) is not None
+        reporter = self.job.reporter
+        return summed(
+            self.group, range(count), size, attempt, sharded=sharded, where=where, reporter=reporter, width=width
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,10 +149,6 @@ class ComparedEvaluator(UnitEvaluator, ABC):
         """What the reference gives each unit, (units, width) float32 as :func:`by_unit` has it, and the last token of
         its first row, (units,), NaN where that is not known; None where it did not fit into memory. All ranks take part
         where any has to compute it and they hold shards of the weights.
-
-        Args:
-            policy: What the measured model has given.
-            last: The last tokens are asked for.
         """
         digests, beside = [unit_digest(*unit) for unit in units], self._is_beside(model)
         missing = any(key not in self.known or (last and beside and key not in self.stops) for key in digests)

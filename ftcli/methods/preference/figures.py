@@ -131,7 +131,6 @@ def stop_columns(
     was cut off, or nothing is known of the reference.
 
     Args:
-        stops: The tokens that end an answer.
         policy, reference: Log-probabilities of the rows' last tokens, (R,).
     """
     ends = torch.tensor([ends_at(row, stops) for row in rows], device=policy.device)

@@ -29,7 +29,6 @@ class Answers:
     Attributes:
         chosen, rejected: Under the policy, summed over each answer's tokens.
         ref_chosen, ref_rejected: Under the reference; zeros without one.
-        chosen_tokens, rejected_tokens: The tokens of each.
     """
 
     chosen: Tensor
@@ -74,10 +73,8 @@ class PairLoss:
     """The recipe's losses with their weights, all settled.
 
     Attributes:
-        parts: Name, weight and settings of each.
         sft_weight: Of the mean cross-entropy of the chosen answers' tokens.
         ld_alpha: Weight of tokens beyond the length of the shorter answer.
-        reference: Whether there is one.
         weighs: Whether pairs are weighed by the policy (:func:`policy_weights`).
     """
 
@@ -130,6 +127,10 @@ def policy_weights(aligned: Tensor) -> Tensor:
 def sigmoid(answers: Answers, how: LossSettings) -> Tensor:
     """-(1 - e) log s(beta D) - e log s(-beta D), e the label smoothing."""
     return _logistic(how.beta * answers.difference, how.smoothing)
+
+
+#: The same without a reference; the paper adds the chosen answer's cross-entropy (``sft_weight``).
+cpo = sigmoid
 
 
 def sigmoid_norm(answers: Answers, how: LossSettings) -> Tensor:
@@ -193,11 +194,6 @@ def discopop(answers: Answers, how: LossSettings) -> Tensor:
 def simpo(answers: Answers, how: LossSettings) -> Tensor:
     """-log s(beta (r_w / n_w - r_l / n_l) - gamma)."""
     return -F.logsigmoid(how.beta * answers.mean_difference - how.gamma)
-
-
-def cpo(answers: Answers, how: LossSettings) -> Tensor:
-    """As :func:`sigmoid`, without a reference; the paper adds the chosen answer's cross-entropy (``sft_weight``)."""
-    return _logistic(how.beta * answers.difference, how.smoothing)
 
 
 def orpo(answers: Answers, how: LossSettings) -> Tensor:

@@ -57,7 +57,6 @@ class ComparedObjective(SummedObjective):
     """An objective over answers that are compared with a reference.
 
     Args:
-        model: What learns, on the kernels or not.
         reference: A second model; None: where nothing is known the model without its adapters.
         known: Whether the reference was scored ahead of the first step.
         other: The name of the reference where it is another model.
@@ -76,10 +75,8 @@ class ComparedObjective(SummedObjective):
         other: str | None,
         **parts: Unpack[ObjectiveParts],
     ) -> None:
-        self._group, self._stack = parts["group"], parts["stack"]
-        super().__init__(job, epochs, self._group, parts["sequence"], *sums)
-        self._model, self._reference, self._is_known, self._other = model, reference, known, other
-        self._reporter, self._device, self._dtypes = job.reporter, job.device, job.dtypes
+        super().__init__(job, model, epochs, *sums, **parts)
+        self._reference, self._is_known, self._other, self._reporter = reference, known, other, job.reporter
         self._vocabulary = size = head_of(model).weight.shape[0]
         self._scorer = AnswerScorer(
             job.batches(model), job.pad_token_id, size, ld_alpha, parts["sequence"], job.pixel_reader()
@@ -89,28 +86,27 @@ class ComparedObjective(SummedObjective):
         adapted = reference is None and hasattr(model, "disable_adapter")
         self._adapters = AdapterSwitch(model) if adapted else None
 
-    def own_start(self, inputs: dict[str, Tensor]) -> ScoredAnswers | None:
-        """Before the first step of a run whose reference is another model, what the model without its adapters gives
-        the first answers: the policy is held to that. None in all other cases. It is asked before the policy is.
-        """
-        if self._checked or self._other is None or not hasattr(self._model, "disable_adapter"):
-            return None
-        return self._of_reference(inputs)
+    def compared(
+        self, inputs: dict[str, Tensor], *, aligned: bool = False, alone: bool = False
+    ) -> tuple[ScoredAnswers, ScoredAnswers | None, Tensor]:
+        """What policy and reference give the answers of a batch (``alone``: there is none), and the tokens of each.
 
-    def check_first(
-        self, inputs: dict[str, Tensor], policy: ScoredAnswers, reference: ScoredAnswers, start: ScoredAnswers | None
-    ) -> None:
-        """Before the first step, compares the policy with its reference, or where that is another model with its own
-        start, and tells how far apart the two are. Raises FtcliError FT714 (exit 1).
+        Before the first step the two are compared, or where the reference is another model, the policy with its own
+        start, the model without its adapters; and how far apart they are is told. Raises FtcliError FT714 (exit 1).
         """
-        if self._checked:
-            return
-        self._checked = True
-        if self._other is not None:
-            tell_start(self._other, inputs, policy, reference, self._vocabulary, self._reporter)
-        held = reference if self._other is None else start
-        if held is not None:
-            require_equal(self._model, self._dtypes, self._scorer, inputs, policy, held, self._group)
+        known, other = inputs.pop(KNOWN, None), None if self._checked else self._other
+        reference = None if alone else self._of_reference(inputs, known)
+        adapted = other is not None and hasattr(self._model, "disable_adapter")
+        held = self._of_reference(inputs) if adapted else reference if other is None else None  # before the policy is
+        with compute_context(self._device, self._dtypes.compute, self._dtypes.autocast):
+            policy = self._scorer.score(self._model, inputs, self._stack, aligned=aligned)
+        if reference is not None and not self._checked:
+            self._checked = True
+            if other is not None:
+                tell_start(other, inputs, policy, reference, self._vocabulary, self._reporter)
+            if held is not None:
+                require_equal(self._model, self._dtypes, self._scorer, inputs, policy, held, self._group)
+        return policy, reference, (inputs[SCORED] > 0).sum(1).float()
 
     @torch.no_grad()
     def _of_reference(self, inputs: dict[str, Tensor], known: Tensor | None = None) -> ScoredAnswers:
@@ -185,14 +181,8 @@ class PairObjective(ComparedObjective):
     def loss(self, inputs: dict[str, Tensor], step: Divisors) -> Tensor:
         """The summed loss of the pairs over those of the whole step; with ``sft_weight`` times the cross-entropy of the
         chosen answers' tokens over these."""
-        weights, known = inputs.pop(_PAIRS), inputs.pop(KNOWN, None)
-        reference = self._of_reference(inputs, known) if self._loss.reference else None
-        start = self.own_start(inputs)
-        with compute_context(self._device, self._dtypes.compute, self._dtypes.autocast):
-            policy = self._scorer.score(self._model, inputs, self._stack, aligned=self._loss.weighs)
-        tokens = (inputs[SCORED] > 0).sum(1).float()
-        if reference is not None:
-            self.check_first(inputs, policy, reference, start)
+        weights, alone = inputs.pop(_PAIRS), not self._loss.reference
+        policy, reference, tokens = self.compared(inputs, aligned=self._loss.weighs, alone=alone)
         answers = answers_of(policy, reference, tokens)
         loss = (self._loss.weighed_values(answers, policy.aligned) * weights).sum() / step.pairs
         if self._loss.sft_weight:

@@ -85,11 +85,13 @@ def pair_findings(table: Sequence[TokenizedRow]) -> Iterator[Finding]:
     turned = longer = unequal = 0
     for index in range(0, len(table), 2):
         chosen, rejected = table[index], table[index + 1]
-        one, other = _digest(chosen), _digest(rejected)
+        one, other = digest_of(chosen), digest_of(rejected)
         if (other, one) in seen:
             turned += 1
             if turned <= _NAMED:
-                yield _turned(chosen, table[seen[other, one]])
+                where = table[seen[other, one]].row.origin
+                message = f"this pair prefers the answer that {where} rejects: the two teach nothing together"
+                yield Finding("FT458", message, chosen.row.origin, _REMOVE, "warning")
         seen.setdefault((one, other), index)
         sizes = answer_tokens(chosen), answer_tokens(rejected)
         longer += sizes[0] > sizes[1]
@@ -106,17 +108,12 @@ def pair_findings(table: Sequence[TokenizedRow]) -> Iterator[Finding]:
         )
 
 
-def _digest(row: TokenizedRow) -> bytes:
+def digest_of(row: TokenizedRow) -> bytes:
     """Of its tokens and images. The tokens themselves, of all pairs, would be gigabytes."""
     digest = hashlib.blake2b(np.asarray(row.input_ids, dtype=np.int32).tobytes(), digest_size=16)
     for image in row.images:
         digest.update(image.content or str(image.path).encode())
     return digest.digest()
-
-
-def _turned(chosen: TokenizedRow, other: TokenizedRow) -> Finding:
-    message = f"this pair prefers the answer that {other.row.origin} rejects: the two teach nothing together"
-    return Finding("FT458", message, chosen.row.origin, _REMOVE, "warning")
 
 
 def answer_tokens(row: TokenizedRow) -> int:
@@ -134,7 +131,6 @@ class ScoredAnswers:
     """The answers of a batch, scored: chosen and rejected ones in turn, (2 P,) float32 each.
 
     Attributes:
-        sums: Their log-probabilities in nats.
         weighed: The same with the weights of ``ld_alpha``.
         aligned: Means over their tokens of log p_y - log sum_v p_v^2, without a gradient, where they are asked for:
             how likely an answer is for the model, as against one of its own.
@@ -151,10 +147,8 @@ class AnswerScorer:
     """Lays pairs out and scores their answers, in one way for policy and reference, in float32.
 
     Args:
-        batches: How rows are laid out.
         ld_alpha: Weight of an answer's tokens beyond the length of the shorter one of its pair.
         sequence: This rank's part of each row, where ranks share rows.
-        pixels: Reads the images of rows; None where rows have none.
     """
 
     def __init__(

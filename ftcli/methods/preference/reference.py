@@ -105,7 +105,6 @@ class AheadOfTraining:
     """How units of a run are scored ahead of its first step. All ranks call what it has.
 
     Attributes:
-        rows: Of a unit.
         shares: Ranks that share each row in training. Evaluation never shares rows.
         folder: Where log-probabilities are kept, one folder for each reference; None: nowhere.
     """
@@ -330,18 +329,20 @@ def cache_folder(settings: PreferenceConfig, of_session: Path | None) -> Path | 
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """What pairs are compared with.
+    """What pairs, or labelled answers, are compared with. It is computed in each step where nothing is known.
 
     Attributes:
         model: A second model; None where the trained one can be computed without its adapters, or nothing is needed.
-        of_units: Log-probabilities of the training pairs, (pairs, 4) float32; NaN for those that are not seen. None
-            where the reference is computed in each step.
-        held_out: Those of held-out pairs, by :func:`~ftcli.methods.preference.cache.unit_digest`.
+        of_units: Log-probabilities of the training pairs, (pairs, 4) float32; NaN for those that are not seen.
+        of_rows: Those of training rows with a label and of the mismatched rows of all steps, by
+            :func:`~ftcli.methods.preference.cache.unit_digest`.
+        held_out: Those of held-out pairs or rows, likewise; of rows also those of mismatched ones.
         other: The name of another model that has been scored and is gone, so that nothing more can be computed.
     """
 
     model: PreTrainedModel | None = None
     of_units: LogProbs | None = None
+    of_rows: Mapping[bytes, float] | None = None
     held_out: Mapping[bytes, list[float]] = field(default_factory=dict)
     other: str | None = None
 
@@ -421,7 +422,7 @@ def scored_ahead(
     if epochs is not None:
         of_units = np.full((epochs.units, WIDTHS[2]), np.nan, np.float32)
         of_units[list(units)] = found[0].values
-    return Reference(None, of_units, found[1].by_digest())
+    return Reference(of_units=of_units, held_out=found[1].by_digest())
 
 
 def _trained(epochs: Epochs, units: Sequence[int]) -> Wanted:

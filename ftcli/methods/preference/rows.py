@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,10 +19,10 @@ def understand(row: Row) -> Example:
     The example is the chosen answer's, with the row's `margin`; ``others`` holds the rejected one's. Raises Misfit for
     answers that are empty or equal, and for two conversations that have no message in common.
     """
-    chosen, rejected = _listed(row.fields["chosen"]), _listed(row.fields["rejected"])
-    if _is_text(chosen) != _is_text(rejected):
+    chosen, rejected = listed(row.fields["chosen"]), listed(row.fields["rejected"])
+    if is_text(chosen) != is_text(rejected):
         raise Misfit("chosen and rejected must both be strings, or both lists of messages")
-    first, second = _texts(row, chosen, rejected) if _is_text(chosen) else _chats(row, chosen, rejected)
+    first, second = _texts(row, chosen, rejected) if is_text(chosen) else _chats(row, chosen, rejected)
     if first.images != second.images:
         raise Misfit("chosen and rejected show other images: only answers to the same prompt can be compared")
     if first.messages is None and any(row.fields.get(name) for name in ("image", "images")):
@@ -42,23 +43,24 @@ def _margin(given: Any) -> float:
     return margin
 
 
-def _listed(turns: Any) -> Any:
+def listed(turns: Any) -> Any:
     """A message alone, as some datasets hold prompts and answers, as a list of it."""
     return [turns] if isinstance(turns, dict) and turns else turns
 
 
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str) and not value.lstrip().startswith("[{")  # tables hold messages as JSON text
+def is_text(value: Any) -> bool:
+    """True for plain text; messages are text, too, in tables."""
+    return isinstance(value, str) and not value.lstrip().startswith("[{")
 
 
 def _texts(row: Row, chosen: Any, rejected: Any) -> tuple[Example, Example]:
-    prompt = _listed(row.fields.get("prompt"))
+    prompt = listed(row.fields.get("prompt"))
     answers = text_of(chosen, "chosen"), text_of(rejected, "rejected")
     if prompt is None:
         raise Misfit("a row of strings needs `prompt` beside `chosen` and `rejected`; messages may do without")
     if answers[0] == answers[1]:
         raise Misfit("chosen and rejected are the same, so there is nothing to prefer")
-    if _is_text(prompt):
+    if is_text(prompt):
         first, second = (Example(row, text=prompt + text, prompt_text=prompt) for text in answers)
         return first, second
     turns = messages_of(prompt)
@@ -69,8 +71,8 @@ def _texts(row: Row, chosen: Any, rejected: Any) -> tuple[Example, Example]:
 
 
 def _chats(row: Row, chosen: Any, rejected: Any) -> tuple[Example, Example]:
-    given = _listed(row.fields.get("prompt"))
-    stated = list_of(given) if given and not _is_text(given) else []
+    given = listed(row.fields.get("prompt"))
+    stated = list_of(given) if given and not is_text(given) else []
     turns = list_of(chosen), list_of(rejected)
     if stated and any(messages_of(answer)[: len(stated)] != messages_of(stated) for answer in turns):
         turns = [*stated, *turns[0]], [*stated, *turns[1]]
@@ -80,7 +82,7 @@ def _chats(row: Row, chosen: Any, rejected: Any) -> tuple[Example, Example]:
     prompt = len(stated) or _shared(*messages)
     if not prompt:
         raise Misfit("chosen and rejected begin with different messages: they answer different prompts")
-    if _is_text(given) and given and all(given != m["content"] for m in messages[0][:prompt]):
+    if is_text(given) and given and all(given != m["content"] for m in messages[0][:prompt]):
         raise Misfit("`prompt` is not among the messages that chosen and rejected begin with")
     first, second = (
         _answer(row, name, all_turns, understood, prompt)
@@ -90,10 +92,15 @@ def _chats(row: Row, chosen: Any, rejected: Any) -> tuple[Example, Example]:
 
 
 def _answer(row: Row, name: str, turns: list[Any], messages: list[Message], prompt: int) -> Example:
-    if not any(m["role"] == "assistant" and (m["content"] or m.get("tool_calls")) for m in messages[prompt:]):
+    if not has_answer(messages[prompt:]):
         raise Misfit(f"{name} has no answer after the prompt")
     untrained = marks_of(turns, [message["role"] for message in messages])
     return conversation(row, messages, completion_from=prompt, untrained=untrained)
+
+
+def has_answer(messages: Sequence[Message]) -> bool:
+    """True if an assistant says or calls something."""
+    return any(m["role"] == "assistant" and (m["content"] or m.get("tool_calls")) for m in messages)
 
 
 def _shared(chosen: list[Message], rejected: list[Message]) -> int:

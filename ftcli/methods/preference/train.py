@@ -82,11 +82,26 @@ class Compared(RowMethod):
         return self.evaluates(job, rows, judges or {}, group, reference=compared.model, known=known, gone=gone)
 
 
-class Preference(Compared):
+class OfPairs(RowMethod):
+    """A method whose units are pairs."""
+
+    compares_rows = True
+
+    def epochs(self, job: Job, prepared: PreparedData) -> Epochs:
+        return epochs_of_pairs(job, prepared)
+
+    def synthetic(self, rows: Sequence[TokenizedRow], prompt: int | None, seed: int) -> Epochs:
+        """Pairs of two rows in turn, with one prompt."""
+        return synthetic_pairs(rows, prompt, seed)
+
+    def training_rows(self, recipe: Recipe, rows: int, tokens: int) -> TrainingRows:
+        return TrainingRows(rows // 2, "pairs", tokens)
+
+
+class Preference(OfPairs, Compared):
     """Pairs of answers, of which one is to become likelier than the other."""
 
     evaluates = PairEvaluator
-    compares_rows = True
     scored_ahead = staticmethod(pairs_ahead)
 
     def epochs(self, job: Job, prepared: PreparedData) -> Epochs:
@@ -99,13 +114,6 @@ class Preference(Compared):
         if len(table) and not table.has_images:
             raise_without_images(recipe)
         return pair_findings(table)
-
-    def synthetic(self, rows: Sequence[TokenizedRow], prompt: int | None, seed: int) -> Epochs:
-        """Pairs of two rows in turn, with one prompt."""
-        return synthetic_pairs(rows, prompt, seed)
-
-    def training_rows(self, recipe: Recipe, rows: int, tokens: int) -> TrainingRows:
-        return TrainingRows(rows // 2, "pairs", tokens)
 
     def objective(
         self, job: Job, model: Any, epochs: Epochs, reference: Any, **parts: Unpack[ObjectiveParts]

@@ -116,18 +116,12 @@ def both_lengths(inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
 
 
 class RewardObjective(SummedObjective):
-    """The mean loss of a step's pairs, whatever micro-batches and ranks it is split into.
-
-    Args:
-        model: What learns, with a score head (:mod:`ftcli.model.score_head`).
-    """
+    """The mean loss of a step's pairs, whatever micro-batches and ranks it is split into."""
 
     def __init__(
         self, job: Job, model: PreTrainedModel | PeftModel, epochs: Epochs, **parts: Unpack[ObjectiveParts]
     ) -> None:
-        self._stack, self._sequence = parts["stack"], parts["sequence"]
-        super().__init__(job, epochs, parts["group"], self._sequence, "score_sums", ORDER_SUMS)
-        self._model, self._device, self._dtypes = model, job.device, job.dtypes
+        super().__init__(job, model, epochs, "score_sums", ORDER_SUMS, **parts)
         self._batches, self._pad_token_id = job.batches(model), job.pad_token_id
         self._settings = job.recipe.reward or RewardModelConfig()
 

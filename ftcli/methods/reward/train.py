@@ -11,7 +11,6 @@ import torch
 
 from ftcli.config.recipe import Recipe
 from ftcli.data.order import Epochs
-from ftcli.data.prepare import PreparedData
 from ftcli.data.tokens import TokenizedRow, TokenTable
 from ftcli.errors import Finding
 from ftcli.evaluate.loss import LossResult, Sums, require_finite
@@ -20,7 +19,8 @@ from ftcli.evaluate.suite import JudgedRow
 from ftcli.job import Job
 from ftcli.methods.preference.evaluate import UnitEvaluator
 from ftcli.methods.preference.figures import ORDER_SUMS, controlled, held_out_names, order_measures, order_sums
-from ftcli.methods.preference.pairs import epochs_of_pairs, pair_findings, synthetic_pairs
+from ftcli.methods.preference.pairs import pair_findings
+from ftcli.methods.preference.train import OfPairs
 from ftcli.methods.reward.objective import (
     MARGINS,
     RewardObjective,
@@ -33,8 +33,7 @@ from ftcli.methods.reward.settings import RewardModelConfig
 from ftcli.model.backbone import compute_context, root_of
 from ftcli.model.shards import try_forward
 from ftcli.rows.row import data_error
-from ftcli.train.on_rows import ObjectiveParts, RowMethod
-from ftcli.train.progress import TrainingRows
+from ftcli.train.on_rows import ObjectiveParts
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -88,14 +87,10 @@ class RewardEvaluator(UnitEvaluator):
         return found, table.gathered(self.group, job.recipe.eval.per_device_eval_batch_size)
 
 
-class RewardModelling(RowMethod):
+class RewardModelling(OfPairs):
     """Pairs of answers, of which one is to get the higher score."""
 
     evaluates = RewardEvaluator
-    compares_rows = True
-
-    def epochs(self, job: Job, prepared: PreparedData) -> Epochs:
-        return epochs_of_pairs(job, prepared)
 
     def findings(self, recipe: Recipe, table: TokenTable) -> Iterator[Finding]:
         """Pairs that teach something else than they say. FT409, a note, for margins that nobody asks for.
@@ -116,13 +111,6 @@ class RewardModelling(RowMethod):
         elif margins.any():
             yield Finding("FT409", "the column `margin` is not read", None, "reward.margin: true asks for it", "note")
         yield from pair_findings(table)
-
-    def synthetic(self, rows: Sequence[TokenizedRow], prompt: int | None, seed: int) -> Epochs:
-        """Pairs of two rows in turn, with one prompt."""
-        return synthetic_pairs(rows, prompt, seed)
-
-    def training_rows(self, recipe: Recipe, rows: int, tokens: int) -> TrainingRows:
-        return TrainingRows(rows // 2, "pairs", tokens)
 
     def objective(
         self, job: Job, model: Any, epochs: Epochs, reference: Any, **parts: Unpack[ObjectiveParts]

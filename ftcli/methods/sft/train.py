@@ -17,8 +17,8 @@ from ftcli.evaluate.suite import Evaluator
 from ftcli.job import Job
 from ftcli.labels import IGNORE_INDEX
 from ftcli.model.backbone import compute_context, head_of
-from ftcli.model.balance import RouterBalance, counted_tokens
 from ftcli.model.loss import SUPERVISED, forward_loss, next_tokens, target_positions
+from ftcli.model.routing import RouterBalance, counted_tokens
 from ftcli.plan.trained import adds_router_loss
 from ftcli.run.metrics import MetricsLine
 from ftcli.train.data import training_epochs
@@ -45,9 +45,7 @@ class SftObjective(EpochObjective):
     def __init__(
         self, job: Job, model: PreTrainedModel | PeftModel, epochs: Epochs, **parts: Unpack[ObjectiveParts]
     ) -> None:
-        self._stack, self._sequence = parts["stack"], parts["sequence"]
-        super().__init__(job, epochs, parts["group"], self._sequence)
-        self._model, self._device, self._dtypes = model, job.device, job.dtypes
+        super().__init__(job, model, epochs, **parts)
         self._pixels = job.pixel_reader()
         self._collate = EpochCollator(epochs, job.pad_token_id, job.batches(model), self._pixels)
         self._vocab_size = head_of(model).weight.shape[0]

@@ -76,7 +76,7 @@ def _packed_experts(plan: RunPlan) -> int:
 
 
 def _copied(plan: RunPlan) -> int:
-    """Bytes of the weights that :mod:`ftcli.generation.merged` would copy: experts stay as they are."""
+    """Bytes of the weights that :mod:`ftcli.generation.generator` would copy: experts stay as they are."""
     recipe, shape, dtypes = plan.recipe, plan.shape, plan.dtypes
     stored = quantizations.row(recipe.quantization.method)
     if stored.products is not None:

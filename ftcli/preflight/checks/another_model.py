@@ -24,12 +24,13 @@ _OF_ASKING = ("weights", "gathered weights", "cuBLAS workspaces", "NCCL", EVALUA
 @dataclass(frozen=True, slots=True)
 class AskedModel:
     """Another model by the recipe's key that names it, the run's plan with it in the trained one's place, and its
-    memory while it is asked (None where that is not known).
+    memory while it is asked (None where that is not known). ``quantized_by`` is the key that would quantize it.
     """
 
     key: str
     plan: RunPlan
     needed_bytes: int | None
+    quantized_by: str
 
     @property
     def facts(self) -> ModelFacts:
@@ -89,7 +90,8 @@ def check(context: Context, other: OtherModel, theirs: ModelFacts, ours: ModelFa
 def planned(plan: RunPlan, other: OtherModel, facts: ModelFacts) -> AskedModel:
     """The plan of asking it, with its memory."""
     mine = replace(plan, recipe=other.in_place(plan.recipe), facts=facts, other=None)
-    return AskedModel(other.key, mine, _needed(mine))
+    own = f"{other.key}_quantization: nf4" if other.quantization is not None else "quantization.method (for both)"
+    return AskedModel(other.key, mine, _needed(mine), own)
 
 
 def memory_findings(context: Context, asked: AskedModel, device: DeviceFacts) -> Found:
@@ -101,7 +103,7 @@ def memory_findings(context: Context, asked: AskedModel, device: DeviceFacts) ->
         return
     said = f"asking {asked.facts.name} takes about {gib(asked.needed_bytes)} GiB, {device.name} has "
     said += f"{gib(device.available_bytes or 0)} GiB" + (" free" if device.free_bytes is not None else "")
-    help = "name a smaller model, quantize with quantization.method (it holds for both), or share it over GPUs with "
+    help = f"name a smaller model in its place, quantize it with {asked.quantized_by}, or share it over GPUs with "
     help += "launch.engine: fsdp"
     if level == "tight":
         yield context.warning("FT602", asked.key, f"tight: {said}", help=help)

@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 from ftcli.errors import Finding, FtcliError
 from ftcli.rows.columns import has_label, mapping, other_method
 from ftcli.rows.row import Example, Misfit, Row, column_names, data_error
 from ftcli.tables import code_of, layouts, methods
-
-
-class Understand(Protocol):
-    """The code of one layout. The columns that the layout needs are there; raises Misfit when they do not fit."""
-
-    def __call__(self, row: Row) -> Example: ...
 
 
 def layout_of(row: Row, requested: str) -> str:
@@ -35,8 +27,8 @@ def understand(row: Row, layout: str) -> Example:
     missing = [name for name in known.columns if name not in row.fields]
     if missing:
         raise Misfit(f"column {missing[0]!r} is missing{'' if known.imitated else meant_for(row)}")
-    code: Understand = code_of(known.code)
-    return code(row)
+    example: Example = code_of(known.code)(row)
+    return example
 
 
 def meant_for(row: Row) -> str:

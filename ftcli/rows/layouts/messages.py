@@ -127,10 +127,7 @@ def _column_of_images(row: Row) -> list[ImageSource]:
 def list_of(value: Any) -> list[Any]:
     """The turns of a conversation: a list that is not empty, or the JSON text of one. Raises Misfit."""
     if isinstance(value, str) and value.lstrip().startswith("["):  # CSV and many Parquet files hold JSON as text
-        try:
-            value = parse(value)
-        except ValueError as error:
-            raise Misfit(f"the conversation is text that is not JSON: {error}") from error
+        value = parsed(value, "the conversation is text that is not JSON")
     if not isinstance(value, list) or not value:
         raise Misfit("the conversation must be a list with at least one message")
     return value
@@ -199,10 +196,7 @@ def call_of(call: Any, number: int) -> JsonObject:
         raise Misfit(f"message {number} calls a function without a name")
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
-        try:
-            arguments = parse(arguments or "{}")
-        except ValueError as error:
-            raise Misfit(f"message {number}: the arguments of {function['name']} are not JSON: {error}") from error
+        arguments = parsed(arguments or "{}", f"message {number}: the arguments of {function['name']} are not JSON")
     if not isinstance(arguments, dict):
         raise Misfit(f"message {number}: the arguments of {function['name']} must be a JSON object")
     kept = {key: call[key] for key in ("id",) if call.get(key) is not None}
@@ -247,12 +241,19 @@ def switches_of(row: Row) -> Switches:
 def _from_text(row: Row, name: str) -> Any:
     """The column's value, which tables hold as JSON text."""
     value = row.fields.get(name)
-    if not isinstance(value, str) or not value.strip():
-        return value
+    return (
+        parsed(value, f"column {name!r} is text that is not JSON")
+        if isinstance(value, str) and value.strip()
+        else value
+    )
+
+
+def parsed(text: str, otherwise: str) -> Any:
+    """The value of a JSON text. Raises Misfit, which says what is wrong ``otherwise``."""
     try:
-        return parse(value)
+        return parse(text)
     except ValueError as error:
-        raise Misfit(f"column {name!r} is text that is not JSON: {error}") from error
+        raise Misfit(f"{otherwise}: {error}") from error
 
 
 _TRAIN = ("train", "training")

@@ -14,9 +14,9 @@ from ftcli.rows.layouts.messages import (
     list_of,
     marks_of,
     messages_of,
+    parsed,
     refuse_unsupported,
 )
-from ftcli.rows.limits import parse
 from ftcli.rows.row import Example, Message, Misfit, Row
 from ftcli.tables import layouts
 
@@ -145,10 +145,7 @@ def _real(row: Row, ids: list[int], labels: list[int]) -> list[bool]:
 def _ints(row: Row, name: str) -> list[int]:
     value: Any = row.fields[name]
     if isinstance(value, str):  # CSV
-        try:
-            value = parse(value)
-        except ValueError as error:
-            raise Misfit(f"{name!r} is text that is not JSON: {error}") from error
+        value = parsed(value, f"{name!r} is text that is not JSON")
     if not isinstance(value, list) or not all(type(item) is int for item in value):
         raise Misfit(f"{name!r} must be a list of whole numbers")
     return value
@@ -194,9 +191,6 @@ def understand_sharegpt(row: Row) -> Example:
 
 def _called(text: str, number: int) -> Message:
     """A turn of JSON: one call, or several."""
-    try:
-        calls = parse(text)
-    except ValueError as error:
-        raise Misfit(f"message {number} is a function call but not JSON: {error}") from error
+    calls = parsed(text, f"message {number} is a function call but not JSON")
     calls = calls if isinstance(calls, list) else [calls]
     return {"role": "assistant", "tool_calls": [call_of(call, number) for call in calls]}

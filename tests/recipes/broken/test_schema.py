@@ -52,6 +52,8 @@ CASES = [
     ("section for a number", "train:\n  max_steps: {a: 1}\n", "FT204", "4:14", "overrides"),
     ("number for modules", "lora: {target_modules: 5}\n", "FT204", "3:24", "[5]"),
     ("number among modules", "lora: {target_modules: [q_proj, 5]}\n", "FT204", "3:33", '"5"'),
+    ("no type of file", "export: {gguf: {types: []}}\n", "FT208", "3:24", "write at least one"),
+    ("no format", "export: {formats: []}\n", "FT208", "3:19", "write at least one"),
     # words
     ("other tool's dtype", "train: {}\nmodel: {name_or_path: m, dtype: bf16}\n", "FT205", "4:33", "`bfloat16`"),
     ("misspelt optimizer", "train: {optim: adamw_torchh}\n", "FT205", "3:16", "`adamw_torch`"),

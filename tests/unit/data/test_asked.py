@@ -12,10 +12,9 @@ from transformers import PreTrainedTokenizerBase
 
 from ftcli.config.data import DataConfig
 from ftcli.config.evaluation import GenerateConfig
-from ftcli.data.asked import PromptLimit, RenderedPrompt, asked_rows, room_of_task
+from ftcli.data.asked import PromptLimit, RenderedPrompt, asked_rows, room_of_task, uncut
 from ftcli.errors import Finding, FtcliError
 from ftcli.methods.grpo.settings import GrpoConfig
-from ftcli.methods.grpo.train import room_of_grpo
 
 Ask = Callable[..., tuple[list[RenderedPrompt], list[Finding]]]
 GOOD = {"prompt": "q", "answer": "a"}
@@ -96,8 +95,8 @@ def test_grpo_never_cuts_a_prompt(ask: Ask) -> None:
     grpo = GrpoConfig.model_validate({"max_prompt_length": 60, "rewards": [{"use": "json_valid"}]})
     for overlong in ("error", "truncate"):
         with pytest.raises(FtcliError, match="FT781"):
-            ask([GOOD, long(50)], room=room_of_grpo(grpo), overlong=overlong)
-    assert len(ask([GOOD, long(50)], room=room_of_grpo(grpo), overlong="drop")[0]) == 1
+            ask([GOOD, long(50)], room=uncut("grpo", grpo.max_prompt_length), overlong=overlong)
+    assert len(ask([GOOD, long(50)], room=uncut("grpo", grpo.max_prompt_length), overlong="drop")[0]) == 1
 
 
 def test_faults_of_all_sources_come_together_and_nothing_left_is_an_error(ask: Ask) -> None:

@@ -8,25 +8,24 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ftcli.data.lengths import Lognormal, MeasuredLengths, lengths_of
+from ftcli.data.lengths import lengths_of
 from ftcli.errors import ExitCode, FtcliError
 
 
 def test_a_lognormal_mix_has_the_mean_and_the_spread_that_it_names() -> None:
     mix = lengths_of("lognormal:380,0.8")
-    assert mix == Lognormal(380.0, 0.8)
-    drawn = mix.sample(200_000, 10**6, 0)
+    drawn = mix(200_000, 10**6, 0)
     assert np.mean(drawn) == pytest.approx(380, rel=0.02)
     assert np.std(np.log(drawn)) == pytest.approx(0.8, rel=0.02)
-    cut = mix.sample(200_000, 2048, 0)
+    cut = mix(200_000, 2048, 0)
     assert cut == [min(length, 2048) for length in drawn]
     assert min(cut) >= 2
 
 
 def test_the_seed_decides_and_nothing_else() -> None:
     mix = lengths_of("lognormal:100,1")
-    assert mix.sample(50, 400, 3) == mix.sample(50, 400, 3) != mix.sample(50, 400, 4)
-    assert set(lengths_of("lognormal:64,0").sample(9, 400, 0)) == {64}
+    assert mix(50, 400, 3) == mix(50, 400, 3) != mix(50, 400, 4)
+    assert set(lengths_of("lognormal:64,0")(9, 400, 0)) == {64}
 
 
 @pytest.mark.parametrize("content", ["5\n 70\n\n900\n", "[5, 70, 900]", "\ufeff5\r\n70\r\n900", " [5,\n70, 900]\n"])
@@ -34,11 +33,10 @@ def test_measured_lengths_are_read_from_lines_and_lists(tmp_path: Path, content:
     path = tmp_path / "lengths.txt"
     path.write_bytes(content.encode())
     mix = lengths_of(str(path))
-    assert mix == MeasuredLengths((5, 70, 900))
-    drawn = mix.sample(3000, 500, 0)
+    drawn = mix(3000, 500, 0)
     assert set(drawn) == {5, 70, 500}
     assert all(900 < drawn.count(length) < 1100 for length in set(drawn))
-    assert drawn == mix.sample(3000, 500, 0) != mix.sample(3000, 500, 1)
+    assert drawn == mix(3000, 500, 0) != mix(3000, 500, 1)
 
 
 @pytest.mark.parametrize(

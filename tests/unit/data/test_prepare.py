@@ -12,11 +12,13 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ftcli.assets import asset
 from ftcli.config.data import DataConfig
-from ftcli.data.collate import PaddingCollator
+from ftcli.data.collate import padded_batch
 from ftcli.data.ledger import quantiles
 from ftcli.data.prepare import PreparedData, prepare
+from ftcli.data.tokens import TokenizedRow
 from ftcli.errors import FtcliError
 from ftcli.labels import IGNORE_INDEX, end_at_stop, labels_of
+from ftcli.rows.row import Row
 
 
 @pytest.fixture(scope="module")
@@ -167,7 +169,8 @@ def test_end_at_stop_masks_what_follows_and_reports_absence() -> None:
 
 
 def test_collator_pads_right_and_masks_padding() -> None:
-    batch = PaddingCollator(0)([{"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}, {"input_ids": [8], "labels": [-100]}])
+    row = Row("d", 1, {})
+    batch = padded_batch([TokenizedRow(row, [5, 6, 7], [-100, 6, 7]), TokenizedRow(row, [8], [-100])], 0)
     assert batch["input_ids"].tolist() == [[5, 6, 7], [8, 0, 0]]
     assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
     assert batch["labels"].tolist() == [[-100, 6, 7], [-100, -100, -100]]

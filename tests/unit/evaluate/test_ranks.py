@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ftcli.generation.merged import unsharded_model
+from ftcli.generation.generator import unsharded_model
 from ftcli.model.backbone import decoder_layers, head_of, hidden_states, logits_of, root_of, within_root
 from ftcli.model.fsdp import RankShards, shard
 from ftcli.model.shards import with_whole_weights

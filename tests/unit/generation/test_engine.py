@@ -13,9 +13,8 @@ from torch import Tensor
 
 from ftcli.facts.generation import EngineLayout, pages_of
 from ftcli.generation.cache import Decode
-from ftcli.generation.decoding import why_no_graphs
+from ftcli.generation.decoding import Forward, why_no_graphs
 from ftcli.generation.engine import Engine
-from ftcli.generation.forward import Forward
 from ftcli.generation.generator import open_generator
 from ftcli.generation.requests import GenerationRequest, NotFinite, StopCheck, StopConditions
 from ftcli.model.patch import patch

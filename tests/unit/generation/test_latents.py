@@ -16,9 +16,8 @@ from ftcli.config.model import QuantizationConfig
 from ftcli.facts.generation import EngineLayout, cache_bytes, cache_shape, choose_layout, pages_of
 from ftcli.facts.shape import shape_of
 from ftcli.generation.cache import Cache, Decode, Prefill
-from ftcli.generation.forward import Forward, PlacedPrompt, kept_shape
-from ftcli.generation.generator import open_generator
-from ftcli.generation.merged import merged_model
+from ftcli.generation.decoding import Forward, PlacedPrompt, kept_shape
+from ftcli.generation.generator import merged_model, open_generator
 from ftcli.generation.requests import GenerationRequest
 from ftcli.model.patch import patch
 from ftcli.model.quantized import layers_to_quantize, quantize_linear

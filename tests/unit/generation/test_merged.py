@@ -9,7 +9,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
-from ftcli.generation.merged import copied_bytes, merged_model
+from ftcli.generation.generator import copied_bytes, merged_model
 from ftcli.model.backbone import base_of, decoder_layers
 from ftcli.model.fused import FusedDecoderLayer
 from ftcli.model.patch import patch

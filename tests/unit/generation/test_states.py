@@ -12,12 +12,12 @@ from torch import Tensor
 
 from ftcli.facts.generation import EngineLayout, bucket_of, pages_of, slots_of
 from ftcli.generation.cache import NO_SLOT, Cache, Decode, SlotPool
+from ftcli.generation.decoding import Forward, PlacedPrompt, kept_shape
 from ftcli.generation.engine import Engine
-from ftcli.generation.forward import Forward, PlacedPrompt, kept_shape
-from ftcli.generation.merged import copied_bytes, merged_model
+from ftcli.generation.generator import copied_bytes, merged_model
 from ftcli.generation.requests import GenerationRequest
 from ftcli.model.backbone import base_of, decoder_layers
-from ftcli.model.delta_layer import FusedDeltaLayer
+from ftcli.model.layers import FusedDeltaLayer
 from ftcli.model.patch import patch
 from ftcli.plan.precision import DtypePlan
 from tests.small_models import build

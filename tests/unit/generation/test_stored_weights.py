@@ -11,9 +11,9 @@ from torch import nn
 
 from ftcli.config.model import QuantizationConfig
 from ftcli.facts.generation import EngineLayout, pages_of
+from ftcli.generation.decoding import Forward
 from ftcli.generation.engine import Engine
-from ftcli.generation.forward import Forward
-from ftcli.generation.merged import copied_bytes, merged_model
+from ftcli.generation.generator import copied_bytes, merged_model
 from ftcli.generation.requests import GenerationRequest
 from ftcli.model.fp8 import fp8_linear
 from ftcli.model.nf4 import nf4_linear

@@ -12,9 +12,9 @@ import torch
 from ftkernels.sampling import Sampling, row_seed
 
 from ftcli.facts.generation import EngineLayout, pages_of
+from ftcli.generation.decoding import Forward
 from ftcli.generation.engine import Engine
 from ftcli.generation.fallback import TransformersGenerator
-from ftcli.generation.forward import Forward
 from ftcli.generation.requests import Completion, GenerationRequest, StopCheck, StopConditions, StopReason
 from ftcli.model.patch import patch
 from ftcli.plan.precision import DtypePlan

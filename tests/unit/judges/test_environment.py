@@ -13,6 +13,7 @@ from trl import GRPOTrainer
 
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.judges.environment import EnvironmentInstance, EnvironmentPool, ToolResult
+from ftcli.judges.process import FunctionSource, Worker
 from ftcli.judges.verdicts import FailedJudgement
 
 SOURCE = '''
@@ -26,6 +27,8 @@ class Counter:
 
     def reset(self, **row):
         self.count, self.row = row.get("start", 0), row
+        if row.get("note") == "fails":
+            raise KeyError("note")
         return row.get("note")
 
     def add(self, by: int) -> int:
@@ -63,6 +66,10 @@ class Counter:
         """Ends the process."""
         os._exit(3)
 
+    def half(self) -> str:
+        """Says half of a pair."""
+        return "a\\ud800b"
+
     def long(self) -> str:
         """Says much."""
         return "x" * 100
@@ -75,7 +82,7 @@ class Counter:
         return None
 
     def get_reward(self):
-        return float("nan") if self.count == 99 else self.count
+        return {98: [1, 2], 99: float("nan")}.get(self.count, self.count)
 '''
 
 
@@ -90,6 +97,15 @@ def counters(tmp_path_factory: pytest.TempPathFactory) -> EnvironmentPool:
     return pool(tmp_path_factory.mktemp("environments"))
 
 
+def alone(folder: Path, source: str = SOURCE, seconds: float = 20.0, **row: Any) -> EnvironmentInstance:
+    """An instance that has begun, without a pool, which asks for its tools: that takes a second of imports."""
+    file = folder / "mine.py"
+    file.write_text(source, encoding="utf-8")
+    one = EnvironmentInstance(Worker(FunctionSource(file, "Counter")), seconds)
+    one.reset(row)
+    return one
+
+
 def begun(counters: EnvironmentPool, *rows: dict[str, Any]) -> list[EnvironmentInstance]:
     return counters.begin(list(rows), [f"row {at}" for at in range(len(rows))])[0]
 
@@ -97,7 +113,15 @@ def begun(counters: EnvironmentPool, *rows: dict[str, Any]) -> list[EnvironmentI
 def test_its_tools_are_its_public_methods(counters: EnvironmentPool) -> None:
     facts = counters.facts
     assert (facts.name, facts.rewards) == ("Counter", True)
-    assert [schema["function"]["name"] for schema in facts.schemas] == ["add", "die", "fail", "later", "long", "sleep"]
+    assert [schema["function"]["name"] for schema in facts.schemas] == [
+        "add",
+        "die",
+        "fail",
+        "half",
+        "later",
+        "long",
+        "sleep",
+    ]
     assert facts.schemas[0]["function"]["parameters"]["properties"]["by"] == {
         "type": "integer", "description": "How much.",
     }  # fmt: skip
@@ -172,7 +196,7 @@ def test_what_ends_the_process_does_not_end_the_rollout(counters: EnvironmentPoo
 
 
 def test_a_late_call_is_killed_and_the_rollout_goes_on(tmp_path: Path) -> None:
-    (one,) = begun(pool(tmp_path, seconds=1.5), {"start": 1})
+    one = alone(tmp_path, seconds=1.5, start=1)
     one.call([("add", {"by": 2})], None)
     (late,) = one.call([("sleep", {"seconds": 60})], None)
     assert late == ToolResult("sleep", str({"error": "no answer within 1.5 seconds"}), failed=True)
@@ -185,11 +209,20 @@ def test_an_answer_is_cut_where_the_recipe_says(counters: EnvironmentPool) -> No
     assert one.call([("long", {})], 100)[0].content == "x" * 100
 
 
-def test_a_reward_that_is_no_number_is_a_failure(counters: EnvironmentPool) -> None:
-    (one,) = begun(counters, {"start": 99})
+@pytest.mark.parametrize(
+    ("start", "said"), [(99, "returned nan, where a number"), (98, "returned a list, where a number")]
+)
+def test_a_reward_that_is_no_number_is_a_failure(counters: EnvironmentPool, start: int, said: str) -> None:
+    (one,) = begun(counters, {"start": start})
     found = one.reward()
     assert isinstance(found, FailedJudgement)
-    assert "returned nan" in found.reason
+    assert said in found.reason
+
+
+def test_halves_of_surrogate_pairs_are_replaced(counters: EnvironmentPool) -> None:
+    (one,), said = counters.begin([{"note": "\ud800", "start": 1}], ["a"])
+    assert said == ["\ufffd"]
+    assert one.call([("half", {})], None)[0].content == "a\ufffdb"
 
 
 @pytest.mark.parametrize(
@@ -198,8 +231,8 @@ def test_a_reward_that_is_no_number_is_a_failure(counters: EnvironmentPool) -> N
         ("class Counter:\n    def tool(self): ...\n", "has no method reset"),
         ("class Counter:\n    def __init__(self): raise OSError('no disk')\n    def reset(self): ...\n", "no disk"),
         ("class Counter:\n    def reset(self): ...\n    def tool(self, a): ...\n", "tool"),
-        ("raise OSError('not here')\n", "cannot be loaded"),
-        ("class Other: ...\n", "cannot be loaded"),
+        ("raise OSError('not here')\n", "cannot be loaded: it raised OSError: not here"),
+        ("class Other: ...\n", "cannot be loaded: it is no class or function; the file has: Other"),
     ],
 )
 def test_what_is_no_environment_is_refused(source: str, said: str, tmp_path: Path) -> None:
@@ -208,10 +241,9 @@ def test_what_is_no_environment_is_refused(source: str, said: str, tmp_path: Pat
     assert (error.value.findings[0].code, error.value.exit_code) == ("FT472", ExitCode.DATA)
 
 
-def test_a_reset_that_fails_names_its_row(tmp_path: Path) -> None:
-    source = SOURCE.replace('return row.get("note")', 'return row["note"]')
+def test_a_reset_that_fails_names_its_row(counters: EnvironmentPool) -> None:
     with pytest.raises(FtcliError, match=r"KeyError.*row 1") as error:
-        begun(pool(tmp_path, source), {"note": "a"}, {})
+        begun(counters, {"note": "a"}, {"note": "fails"})
     assert error.value.findings[0].code == "FT472"
 
 
@@ -229,7 +261,7 @@ def test_messages_of_another_form_are_not_taken(tmp_path: Path) -> None:
         "                pass\n"
         "        return 'x'",
     )
-    (one,) = begun(pool(tmp_path, forged), {"start": 1})
+    one = alone(tmp_path, forged, start=1)
     (said,) = one.call([("fail", {})], None)
     assert said.failed
     assert one.reward() == 1.0

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ftcli.config.model import Kernels, LoraConfig
-from ftcli.generation.forward import _PackedAdapters
+from ftcli.generation.decoding import _PackedAdapters
 from ftcli.methods.grpo.losses import StepShape
 from ftcli.methods.grpo.policy import PolicyScores, scored_loss
 from ftcli.methods.grpo.settings import GrpoConfig

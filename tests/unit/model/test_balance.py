@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from ftcli.data.collate import PaddingCollator, packed_batch
-from ftcli.model.balance import RouterBalance, counted_tokens
+from ftcli.data.collate import packed_batch, padded_batch
 from ftcli.model.fused import stack_of
 from ftcli.model.gradient_checkpointing import use_checkpointing
 from ftcli.model.loss import forward_loss
 from ftcli.model.patch import patch
+from ftcli.model.routing import RouterBalance, counted_tokens
 from ftcli.tables.families import TABLE
 from tests.small_models import TEXT, build, by_kind
 
@@ -32,7 +32,7 @@ def documents(lengths: tuple[int, ...] = LENGTHS) -> list[Any]:
 
 
 def padded(lengths: tuple[int, ...] = LENGTHS) -> dict[str, Tensor]:
-    return PaddingCollator(0)([vars(one) for one in documents(lengths)])  # type: ignore[misc]
+    return padded_batch(documents(lengths), 0)
 
 
 def model_of(name: str, kernels: Any = "reference", policy: Any = False) -> Any:

@@ -18,14 +18,14 @@ from ftcli.data.tokens import TokenizedRow
 from ftcli.errors import FtcliError
 from ftcli.model import cuda_graphs
 from ftcli.model.backbone import base_of, decoder_layers, hidden_states
-from ftcli.model.delta_layer import FusedDeltaLayer
 from ftcli.model.fused import LayerCall, StackCall, stack_of
+from ftcli.model.layers import FusedDeltaLayer
 from ftcli.model.masks import Documents, plain_mask
 from ftcli.model.patch import patch
 from ftcli.model.quantized import layers_to_quantize, quantize_linear
 from ftcli.model.sequence_parallel import SequencePart
 from ftcli.plan.precision import DtypePlan
-from ftcli.train.isolation import check_isolation
+from ftcli.train.assembly import check_isolation
 from tests.small_models import build
 from tests.unit.model.test_stack import captured
 
@@ -200,7 +200,7 @@ def rounded_by_place(monkeypatch: pytest.MonkeyPatch) -> None:
         chosen &= (starts > 0)[..., None]
         return torch.where(chosen, found * (1.0 + torch.finfo(found.dtype).eps), found)
 
-    monkeypatch.setattr("ftcli.model.delta_layer.delta_net", rounded)
+    monkeypatch.setattr("ftcli.model.layers.delta_net", rounded)
 
 
 def faulty(change: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,7 +209,7 @@ def faulty(change: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch) 
     def wrapped(model: Any, inputs: dict[str, Tensor]) -> Any:
         return hidden_states(model, {**inputs, "document_starts": change(inputs["document_starts"])})
 
-    monkeypatch.setattr("ftcli.train.isolation.hidden_states", wrapped)
+    monkeypatch.setattr("ftcli.train.assembly.hidden_states", wrapped)
 
 
 def parted(starts: Tensor) -> Tensor:

@@ -13,8 +13,8 @@ from torch import Tensor
 from ftcli.config.model import LoraConfig
 from ftcli.model.backbone import base_of, decoder_layers, hidden_states
 from ftcli.model.fused import stack_of
-from ftcli.model.gemma4_layer import FusedGemma4Layer
 from ftcli.model.gradient_checkpointing import use_checkpointing
+from ftcli.model.layers import FusedGemma4Layer
 from ftcli.model.lora import apply_lora
 from ftcli.model.loss import forward_loss
 from ftcli.model.offload import ScaledHostEmbedding, use_host_embedding

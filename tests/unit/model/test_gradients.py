@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ftcli.model.gradients import Gradients
+from ftcli.model.cuda_graphs import Gradients
 
 
 def test_gradients_are_handed_over_and_accumulated() -> None:

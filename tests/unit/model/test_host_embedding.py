@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ftcli.generation.merged import merged_model
+from ftcli.generation.generator import merged_model
 from ftcli.model.backbone import base_of, stream_in
 from ftcli.model.gradient_checkpointing import use_checkpointing
 from ftcli.model.loss import forward_loss

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ftcli.config.model import QuantizationConfig
-from ftcli.generation.merged import merged_model
+from ftcli.generation.generator import merged_model
 from ftcli.model.backbone import base_of, decoder_layers
 from ftcli.model.fused import FusedDecoderLayer, stack_of
 from ftcli.model.gradient_checkpointing import use_checkpointing

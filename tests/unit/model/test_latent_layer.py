@@ -16,13 +16,13 @@ from ftcli.facts.shape import shape_of
 from ftcli.model.backbone import base_of, decoder_layers, hidden_states
 from ftcli.model.fused import stack_of
 from ftcli.model.gradient_checkpointing import use_checkpointing
-from ftcli.model.latent_layer import FusedLatentLayer
+from ftcli.model.layers import FusedLatentLayer
 from ftcli.model.patch import patch
 from ftcli.model.quantized import layers_to_quantize, quantize_linear
 from ftcli.plan.execution import choose_layers
 from ftcli.plan.precision import DtypePlan
 from ftcli.tables.policies import PolicyName
-from ftcli.train.isolation import check_isolation
+from ftcli.train.assembly import check_isolation
 from tests.small_models import adapted_everywhere, build
 from tests.unit.model.test_delta_layer import alone, packed, relative, require_same, toward, with_gradients
 

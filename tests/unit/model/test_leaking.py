@@ -9,7 +9,7 @@ from ftcli.data.tokens import TokenizedRow
 from ftcli.errors import FtcliError
 from ftcli.plan.precision import DtypePlan
 from ftcli.tables.packing import LEAKING
-from ftcli.train.isolation import check_isolation
+from ftcli.train.assembly import check_isolation
 from tests.small_models import FURTHER, MULTIMODAL, STRUCTURES, TEXT, build, by_kind
 
 PLAN = DtypePlan("float32", "float32", "float32", autocast=False, reason="")

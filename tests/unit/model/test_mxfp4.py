@@ -13,9 +13,8 @@ from torch import Tensor
 
 from ftcli.config.model import QuantizationConfig
 from ftcli.errors import FtcliError
-from ftcli.model.mxfp4 import BLOCKS, SCALES, Mxfp4, dequantized
-from ftcli.model.released import grouped, read_group
-from ftcli.model.stacks import QuantizedStack
+from ftcli.model.experts import QuantizedStack
+from ftcli.model.released import BLOCKS, SCALES, Mxfp4, grouped, read_group
 from tests.mxfp4_files import SIZES, drawn, released, theirs
 from tests.quantized import NF4, load
 
@@ -33,7 +32,7 @@ def test_every_byte_and_scale_is_transformers_number(dtype: torch.dtype) -> None
     """All 256 bytes under all 255 scales; the largest overflow alike."""
     scales = torch.arange(255, dtype=torch.uint8).view(1, 255, 1).repeat(1, 1, 16)
     blocks = torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16).repeat(1, 255, 1, 1)
-    found, wanted = dequantized("x", parts(blocks, scales), dtype, CPU), theirs(blocks, scales, dtype)
+    found, wanted = Mxfp4({}).dequantized("x", parts(blocks, scales), dtype, CPU), theirs(blocks, scales, dtype)
     assert found.shape == (1, 512, 255)
     assert found.is_contiguous()
     assert torch.equal(found, wanted)
@@ -43,8 +42,8 @@ def test_every_byte_and_scale_is_transformers_number(dtype: torch.dtype) -> None
 def test_bfloat16_holds_every_number_that_is_no_overflow() -> None:
     scales = torch.arange(250, dtype=torch.uint8).view(1, 250, 1).repeat(1, 1, 16)
     blocks = torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16).repeat(1, 250, 1, 1)
-    wide = dequantized("x", parts(blocks, scales), torch.float32, CPU)
-    assert torch.equal(dequantized("x", parts(blocks, scales), torch.bfloat16, CPU).float(), wide)
+    wide = Mxfp4({}).dequantized("x", parts(blocks, scales), torch.float32, CPU)
+    assert torch.equal(Mxfp4({}).dequantized("x", parts(blocks, scales), torch.bfloat16, CPU).float(), wide)
 
 
 def test_all_else_passes_and_both_parts_are_one_stack() -> None:

@@ -13,9 +13,9 @@ import transformers
 from ftkernels.experts import lora_experts
 from ftkernels.lora_qkv import _normed
 from ftkernels.lowrank import weight_grads
+from ftkernels.primitives import as_rows
 from ftkernels.projection import Norm
 from ftkernels.rms_norm import rms_norm
-from ftkernels.rows import as_rows
 from torch import nn
 from triton.runtime.errors import OutOfResources
 
@@ -32,7 +32,7 @@ from ftcli.model.routing import Routing, choice_of
 from ftcli.model.selfcheck import self_check
 from ftcli.plan.precision import DtypePlan
 from ftcli.rows.row import Row
-from ftcli.train.isolation import check_isolation
+from ftcli.train.assembly import check_isolation
 from tests.small_models import _DELTA, STRUCTURES, build, by_kind
 
 SIZES: dict[str, Any] = {
@@ -600,7 +600,7 @@ def test_a_document_goes_to_its_experts_in_a_pack_too(name: str, monkeypatch: py
     rows = [TokenizedRow(n, ids[n : n + length], ids[n : n + length]) for n, length in enumerate((19, 27, 40))]
     patch(model, "reference")
     check_isolation(model, rows, PLAN, torch.device("cpu"), pad_token_id=0)
-    monkeypatch.setattr("ftcli.train.isolation.same_routing", lambda _model: nullcontext([]))
+    monkeypatch.setattr("ftcli.train.assembly.same_routing", lambda _model: nullcontext([]))
     with pytest.raises(FtcliError, match="FT443"):
         check_isolation(model, rows, PLAN, torch.device("cpu"), pad_token_id=0)
 

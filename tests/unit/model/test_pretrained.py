@@ -18,10 +18,10 @@ from ftcli.config.model import LoraConfig, ModelConfig, QuantizationConfig
 from ftcli.config.yaml import MapNode, Origins
 from ftcli.errors import FtcliError, Origin
 from ftcli.facts.model import read_facts
+from ftcli.model.experts import QuantizedStack
 from ftcli.model.load import config_of, load_model
 from ftcli.model.lora import apply_lora, load_adapter
 from ftcli.model.pretrained import hollow
-from ftcli.model.stacks import QuantizedStack
 from ftcli.model.trained_weights import save_weights
 from ftcli.plan.precision import DtypePlan
 from tests.small_models import MULTIMODAL, STRUCTURES, TEXT, VOCABULARY, build, by_kind

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from ftcli.config.model import LoraConfig, QuantizationConfig
 from ftcli.errors import FtcliError
 from ftcli.facts.shape import shape_of
+from ftcli.model.experts import QuantizedStack, packed_stack, quantized_stack, quantized_stacks
 from ftcli.model.lora import apply_lora
 from ftcli.model.quantized import quantized_layers
 from ftcli.model.renaming import Renaming
-from ftcli.model.stacks import QuantizedStack, packed_stack, quantized_stack, quantized_stacks
 from ftcli.plain import plain_fields
 from ftcli.plan.quantization import weight_bytes
 from ftcli.tables import families

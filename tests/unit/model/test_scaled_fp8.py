@@ -15,13 +15,12 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ftcli.config.model import QuantizationConfig
+from ftcli.empty_weights import model_class
 from ftcli.errors import FtcliError
+from ftcli.model.experts import QuantizedStack
 from ftcli.model.fp8 import Fp8Linear
 from ftcli.model.nf4 import NF4Linear
-from ftcli.model.pretrained import model_class
-from ftcli.model.released import grouped
-from ftcli.model.scaled_fp8 import ScaledFp8
-from ftcli.model.stacks import QuantizedStack
+from ftcli.model.released import ScaledFp8, grouped
 from tests.fp8_files import blocks_of, by_formula, released
 from tests.quantized import NF4, load
 

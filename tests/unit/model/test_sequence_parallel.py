@@ -12,7 +12,7 @@ import pytest
 import torch
 from ftkernels.attention_mask import AttentionMask
 
-from ftcli.data.collate import PaddingCollator, packed_batch, part_of, unpadded_batch
+from ftcli.data.collate import packed_batch, padded_batch, part_of, unpadded_batch
 from ftcli.data.tokens import TokenizedRow
 from ftcli.labels import IGNORE_INDEX
 from ftcli.model.attention import ftcli_attention_forward
@@ -79,7 +79,7 @@ BATCHES: dict[str, Callable[[], dict[str, torch.Tensor]]] = {
     "a whole row": lambda: unpadded_batch(rows(64), 0),
     "documents in one row": lambda: unpadded_batch(rows(17, 30, 9), 0),
     "packed rows of odd length": lambda: packed_batch([rows(11, 20), rows(7, 9, 5)], 0),
-    "padded rows": lambda: PaddingCollator(0)([{"input_ids": r.input_ids, "labels": r.labels} for r in rows(23, 40)]),
+    "padded rows": lambda: padded_batch(rows(23, 40), 0),
 }
 
 

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from ftkernels.linear_cross_entropy import linear_cross_entropy
-from ftkernels.tied_embedding import HeadGradient, tied_embedding
+from ftkernels.linear_cross_entropy import HeadGradient, linear_cross_entropy, tied_embedding
 from torch import Tensor, nn
 
 from ftcli.model.backbone import TiedEmbedding, use_tied_embedding

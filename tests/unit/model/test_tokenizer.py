@@ -8,12 +8,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from transformers import LlamaConfig
+from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 from ftcli.config.model import ModelConfig
 from ftcli.config.yaml import MapNode, Origins
 from ftcli.facts.model import read_facts
-from ftcli.model.tokenizer import align_special_tokens, stop_token_ids
+from ftcli.model.tokenizer import align_special_tokens, load_tokenizer, stop_token_ids
 from tests.unit.data.official import Official
 
 
@@ -66,3 +66,22 @@ def test_what_a_model_came_with_stays_though_no_file_said_so() -> None:
     model: Any = SimpleNamespace(config=LlamaConfig(), generation_config=SimpleNamespace(eos_token_id=[ids[1], 10**6]))
     align_special_tokens(model, tokenizer, (ids[0],))
     assert model.generation_config.eos_token_id == ids
+
+
+def test_new_tokens_are_added_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each call looks through the whole vocabulary: one a token took minutes for some thousands."""
+    calls: list[int] = []
+    add = PreTrainedTokenizerFast.add_tokens
+
+    def counted(self: Any, tokens: Any, *how: Any, **more: Any) -> int:
+        calls.append(len(tokens))
+        return add(self, tokens, *how, **more)
+
+    monkeypatch.setattr(PreTrainedTokenizerFast, "add_tokens", counted)
+    names = [f"<t{number}>" for number in range(50)]
+    model = ModelConfig(name_or_path="bundled:tiny-gemma2", add_tokens=tuple(names))
+    tokenizer = load_tokenizer(model, offline=True)
+    assert calls.count(50) == 1
+    assert len(calls) < 10
+    first = tokenizer.convert_tokens_to_ids(names[0])
+    assert tokenizer.convert_tokens_to_ids(names) == list(range(first, first + 50))

@@ -14,14 +14,14 @@ from PIL import Image
 from torch import Tensor
 
 from ftcli.config.model import LoraConfig
-from ftcli.data.collate import PaddingCollator, packed_batch, unpadded_batch, with_images
+from ftcli.data.collate import packed_batch, padded_batch, unpadded_batch, with_images
 from ftcli.data.pixels import PixelReader
 from ftcli.data.tokens import RowImage, TokenizedRow
 from ftcli.data.vision import Vision
 from ftcli.errors import FtcliError
 from ftcli.facts.generation import EngineLayout, pages_of
+from ftcli.generation.decoding import Forward
 from ftcli.generation.engine import Engine
-from ftcli.generation.forward import Forward
 from ftcli.generation.requests import GenerationRequest, PromptImages
 from ftcli.labels import IGNORE_INDEX
 from ftcli.methods.preference.pairs import AnswerScorer
@@ -169,10 +169,9 @@ def close(found: dict[str, Tensor], reference: dict[str, Tensor]) -> None:
 
 def layouts(vision: Vision, rows: list[TokenizedRow]) -> dict[str, dict[str, Tensor]]:
     pixels = PixelReader(vision, torch.float32, 2)
-    plain = [{"input_ids": one.input_ids, "labels": one.labels} for one in rows]
     packs = [rows[:2], rows[2:]]
     return {
-        "padded": with_images(PaddingCollator(0)(plain), [[one] for one in rows], pixels),  # type: ignore[arg-type]
+        "padded": with_images(padded_batch(rows, 0), [[one] for one in rows], pixels),
         "packed": with_images(packed_batch(packs, 0), packs, pixels),
         "unpadded": with_images(unpadded_batch(rows, 0), [rows], pixels),
     }

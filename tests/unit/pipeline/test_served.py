@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 
 from ftcli.assets import asset
 from ftcli.data.reasoning import ReasoningMarks
-from ftcli.evaluate.greedy import GreedyAnswer
+from ftcli.evaluate.generate import GreedyAnswer
 from ftcli.pipeline.served import Comparer, Diagnosis, Evidence
 from ftcli.pipeline.server import ServedAnswer
 

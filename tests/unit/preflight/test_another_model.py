@@ -49,6 +49,13 @@ def refused(loaded: Any, device: str = "h100", command: str = "check") -> Any:
     return finding
 
 
+def refused_all(loaded: Any) -> str:
+    """What would help, of all errors."""
+    with pytest.raises(FtcliError) as caught:
+        check(loaded, "h100", "check")
+    return "; ".join(finding.help or "" for finding in caught.value.findings if finding.severity == "error")
+
+
 def test_its_facts_and_its_memory_are_in_the_report(load: Callable[..., Any], other: Path) -> None:
     report = check(load(PAIRS, f"preference.reference={other}"))
     asked = report.asked
@@ -118,6 +125,10 @@ def test_one_that_does_not_fit_beside_nothing_is_refused(load: Callable[..., Any
     finding = refused(load(LARGE, reference))
     assert finding.code == "FT601"
     assert "asking meta-llama/Llama-3.1-70B takes about" in finding.message
+    assert "quantization.method (for both)" in finding.help
+    taught = LARGE.replace("method: dpo", "method: distill").replace("bundled:smoke-dpo", "bundled:smoke-grpo")
+    sizes = "distill={max_prompt_length: 30, max_completion_length: 30, teacher: meta-llama/Llama-3.1-70B}"
+    assert "distill.teacher_quantization: nf4" in refused_all(load(taught, sizes))
     quantized = check(load(LARGE, reference, "quantization.method=nf4")).asked
     shards = check(load(LARGE, reference, "launch={engine: fsdp, num_processes: 4}")).asked
     assert quantized is not None

@@ -44,6 +44,8 @@ def animated() -> bytes:
     ("name", "content", "word"),
     [
         ("a.png", encoded(PLAIN)[:-30], "broken"),
+        ("a.png", encoded(PLAIN)[:60] + b"\0" * 40 + encoded(PLAIN)[100:], "broken"),
+        ("a.png", png_of_size(40, 30), "broken"),
         ("a.jpg", encoded(PLAIN, "JPEG")[:-300], "broken"),
         ("a.webp", encoded(PLAIN, "WEBP")[:-30], "broken|not an image"),
         ("a.png", png_of_size(50_000, 50_000), "taken for|attack"),
@@ -81,21 +83,21 @@ def test_what_is_done_with_an_image_is_said(
     (tmp_path / name).write_bytes(content)
     found = look_at(ImageSource(path=name), str(tmp_path))
     assert (found.done, (found.width, found.height), found.bytes) == (done, size, len(content))
-    read = pixels_of(tmp_path / name, "it")
+    read = pixels_of(tmp_path / name)
     assert (read.mode, read.size) == ("RGB", size)
 
 
 def test_sixteen_bits_keep_their_brightness() -> None:
     """Pillow's own conversion would make all of it white."""
     content = encoded(Image.fromarray(np.full((3, 3), 40_000, dtype=np.uint16)))
-    assert pixels_of(content, "it").getpixel((1, 1)) == (40_000 >> 8,) * 3
+    assert pixels_of(content).getpixel((1, 1)) == (40_000 >> 8,) * 3
 
 
 def test_an_image_is_turned_as_its_camera_was_held() -> None:
-    upright = np.asarray(pixels_of(encoded(PLAIN.rotate(90, expand=True), "PNG"), "it"))
+    upright = np.asarray(pixels_of(encoded(PLAIN.rotate(90, expand=True), "PNG")))
     exif = Image.Exif()
     exif[0x0112] = 8
-    assert np.array_equal(np.asarray(pixels_of(encoded(PLAIN, "PNG", exif=exif), "it")), upright)
+    assert np.array_equal(np.asarray(pixels_of(encoded(PLAIN, "PNG", exif=exif))), upright)
 
 
 @pytest.mark.parametrize(

@@ -166,7 +166,12 @@ def test_columns_can_be_swapped(tmp_path: Path) -> None:
     assert read(tmp_path / "d.jsonl", columns={"a": "b", "b": "a"})[0].fields == {"a": "2", "b": "1", "c": "3"}
 
 
-def test_hub_options_reach_datasets_and_rows_are_numbered() -> None:
+def _loads_by(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ftcli.rows.reading._reachable", lambda source: True)
+    monkeypatch.setattr("datasets.load_dataset", load)
+
+
+def test_hub_options_reach_datasets_and_rows_are_numbered(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: dict[str, Any] = {}
 
     def load(path: str, **options: Any) -> list[dict[str, Any]]:
@@ -174,17 +179,19 @@ def test_hub_options_reach_datasets_and_rows_are_numbered() -> None:
         return [{"text": "a"}, {"text": "b"}]
 
     source = DatasetConfig(path="hub:org/data", name="en", split="test", revision="v1", streaming=True, max_rows=2)
-    assert list(hub_rows(source, offline=False, load=load)) == [(1, {"text": "a"}), (2, {"text": "b"})]
+    _loads_by(load, monkeypatch)
+    assert list(hub_rows(source, offline=False)) == [(1, {"text": "a"}), (2, {"text": "b"})]
     wanted = {"path": "org/data", "name": "en", "split": "test", "revision": "v1", "streaming": True}
     assert {key: asked[key] for key in wanted} == wanted
 
 
-def test_what_the_hub_refuses_is_one_coded_error() -> None:
+def test_what_the_hub_refuses_is_one_coded_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def load(*_: Any, **__: Any) -> Any:
         raise ValueError("Unknown split \"tset\". Should be one of ['train'].")
 
+    _loads_by(load, monkeypatch)
     with pytest.raises(FtcliError, match=r"FT406.*Unknown split"):
-        list(hub_rows(DatasetConfig(path="hub:org/data", split="tset"), offline=False, load=load))
+        list(hub_rows(DatasetConfig(path="hub:org/data", split="tset"), offline=False))
 
 
 def test_without_a_network_and_a_cache_the_error_says_so_at_once() -> None:

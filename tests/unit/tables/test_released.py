@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ftcli.config.model import QuantizationConfig
-from ftcli.export.released import opened
+from ftcli.export.tensorfile import opened
 from ftcli.plain import JsonMap
 from ftcli.plan.released import released_form
 from ftcli.tables.released import TABLE, ReleasedForm

@@ -20,7 +20,7 @@ from ftcli.run.checkpoint import Checkpoints
 from ftcli.run.metrics import MetricsLine
 from ftcli.run.signals import SignalName
 from ftcli.train.loop import Attendance, Objective, StepIntervals, StepMonitor, TrainerHooks, TrainingLoop
-from ftcli.train.optimizer import Optimization, OptimizerChoice
+from ftcli.train.optimizer import Optimization
 from ftcli.train.parallel import Divisors, MicroBatch, Parallel, TokenCounts
 
 CPU = torch.device("cpu")
@@ -96,8 +96,10 @@ class Run:
         model: Any = self.model
         parallel = Parallel(None, model, seed=0, batch_size=1)
         settings = TrainConfig.model_validate({"learning_rate": 0.01})
-        plan, choice = DtypePlan("float32", None, "float32", False, ""), OptimizerChoice(settings.optim, False)
-        optimization = Optimization(model, settings, plan, choice, STEPS, device=CPU, stack=None, parallel=parallel)
+        plan = DtypePlan("float32", None, "float32", False, "")
+        optimization = Optimization(
+            model, settings, plan, settings.optim, False, STEPS, device=CPU, stack=None, parallel=parallel
+        )
         hooks = TrainerHooks(self.checkpoints, keep_last=2, evaluate=evaluate)
         self.loop = TrainingLoop(model, self.objective, optimization, parallel, hooks, steps=STEPS, device=CPU)
         intervals = StepIntervals(log_every, 2 if evaluate else None, save_every)

@@ -10,7 +10,7 @@ import torch
 from ftcli.config.training import TrainConfig
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.plan.precision import DtypePlan
-from ftcli.train.optimizer import MOST_SKIPPED, Optimization, OptimizerChoice
+from ftcli.train.optimizer import MOST_SKIPPED, Optimization
 from ftcli.train.parallel import Parallel
 from tests.small_models import build
 
@@ -29,8 +29,7 @@ def optimization(model: Any, *, scaled: bool = False, own: bool = False, **setti
     train = TrainConfig.model_validate({"optim": "sgd", "learning_rate": 1.0, "max_grad_norm": 1e6, **settings})
     plan = DtypePlan("float32", None, "float32", False, "", loss_scaling=scaled)
     parallel = Parallel(None, model, seed=0, batch_size=1)
-    choice = OptimizerChoice(train.optim, own)
-    return Optimization(model, train, plan, choice, 100, device=CPU, stack=None, parallel=parallel)
+    return Optimization(model, train, plan, train.optim, own, 100, device=CPU, stack=None, parallel=parallel)
 
 
 def test_gradients_are_divided_by_the_scale_once_before_clipping() -> None:

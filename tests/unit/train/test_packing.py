@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, PreTrainedModel
 
-from ftcli.data.collate import PaddingCollator, packed_batch
+from ftcli.data.collate import packed_batch, padded_batch
 from ftcli.data.order import best_fit
 from ftcli.data.tokens import TokenizedRow
 from ftcli.errors import ExitCode, FtcliError
@@ -24,7 +24,7 @@ from ftcli.plan.precision import DtypePlan
 from ftcli.rows.row import Row
 from ftcli.tables.families import TABLE
 from ftcli.tables.packing import LEAKING
-from ftcli.train.isolation import check_isolation
+from ftcli.train.assembly import check_isolation
 from tests.small_models import SCALED_BY_POSITION, TEXT, by_kind
 from tests.tiers import in_turn
 
@@ -109,7 +109,7 @@ def test_packed_loss_and_gradient_are_those_of_the_rows_alone(family: str) -> No
     packs = best_fit([len(row.input_ids) for row in documents], 64)
     assert len(packs) < len(documents) / 2
     batches = [packed_batch([[documents[row] for row in packs.members(n)] for n in range(len(packs))], 0)]
-    alone = [PaddingCollator(0)([{"input_ids": row.input_ids, "labels": row.labels}]) for row in documents]
+    alone = [padded_batch([row], 0) for row in documents]
     results = []
     for made in (batches, alone):
         model.zero_grad()
@@ -128,7 +128,7 @@ def leaking(change: Callable[[dict[str, Any]], dict[str, Any]], monkeypatch: pyt
     def wrapped(model: PreTrainedModel, inputs: dict[str, Any]) -> Any:
         return hidden_states(model, change(inputs))
 
-    monkeypatch.setattr("ftcli.train.isolation.hidden_states", wrapped)
+    monkeypatch.setattr("ftcli.train.assembly.hidden_states", wrapped)
 
 
 def test_a_model_that_lets_documents_see_each_other_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,7 +186,7 @@ def test_rounding_of_deep_models_is_told_from_what_a_document_must_not_see(
         parts = torch.randn(found.tensor.shape, generator=generator)
         return replace(found, tensor=found.tensor * (1 + noise / 2**0.5 * parts))
 
-    monkeypatch.setattr("ftcli.train.isolation.hidden_states", rounded)
+    monkeypatch.setattr("ftcli.train.assembly.hidden_states", rounded)
     plan = replace(FLOAT32, compute="bfloat16")
     with pytest.raises(FtcliError, match="FT443") if refused else nullcontext():
         check_isolation(model, rows(5), plan, torch.device("cpu"), pad_token_id=0)

@@ -24,7 +24,7 @@ from ftcli.model.masks import Documents
 from ftcli.model.patch import patch
 from ftcli.rows.row import Row
 from ftcli.tables.families import TABLE
-from ftcli.train.isolation import check_branches
+from ftcli.train.assembly import check_branches
 from tests.small_models import by_kind
 from tests.tiers import in_turn
 from tests.unit.methods.preference import steps
@@ -183,9 +183,9 @@ def test_the_trial_passes_and_leaves_the_model_as_it_was() -> None:
 
 @pytest.mark.parametrize("fault", ["sees the other answer", "wrong positions"])
 def test_the_trial_finds_a_model_that_mixes_answers(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ftcli.train import isolation
+    from ftcli.train import assembly
 
-    shared = isolation.shared_batch
+    shared = assembly.shared_batch
 
     def broken(*given: Any) -> Any:
         batch, *rest = shared(*given)
@@ -194,7 +194,7 @@ def test_the_trial_finds_a_model_that_mixes_answers(fault: str, monkeypatch: pyt
             return {**batch, "position_ids": torch.arange(width)[None]}, *rest
         return {**batch, "branch_starts": batch["document_starts"]}, *rest
 
-    monkeypatch.setattr(isolation, "shared_batch", broken)
+    monkeypatch.setattr(assembly, "shared_batch", broken)
     documents = rows()
     with pytest.raises(FtcliError, match="apart that share their prompt") as error:
         check_branches(model_of("llama", "reference"), (documents[0], documents[1]), FLOAT32, CPU, pad_token_id=0)

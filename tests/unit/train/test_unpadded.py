@@ -30,7 +30,7 @@ from ftcli.reporting import SilentReporter
 from ftcli.rows.row import Row
 from ftcli.tables import families
 from ftcli.tables.packing import LEAKING
-from ftcli.train.isolation import check_isolation
+from ftcli.train.assembly import check_isolation
 from tests import small_models
 from tests.tiers import in_turn
 

@@ -11,7 +11,7 @@ import pytest
 from ftcli.data.tool_talk import Turn
 from ftcli.judges.environment import EnvironmentFacts, ToolResult
 from ftcli.judges.verdicts import FailedJudgement
-from ftcli.methods.grpo.episodes import Acting, Episode, Episodes, verdict_as_json, verdict_of_json
+from ftcli.methods.grpo.draws import Acting, Episode, Episodes, verdict_as_json, verdict_of_json
 from ftcli.methods.grpo.settings import EnvironmentConfig
 
 CALL, BROKEN = 100, 101
@@ -100,6 +100,16 @@ def test_an_answer_without_room_for_another_turn_ends_it_as_it_stands() -> None:
     assert turns.ended(0, 0, [5, CALL, 4], "stop")
     assert turns.given(wait=True) == [(0, 0, None)]
     assert one.turn == 0
+    assert one.reward is not None
+
+
+def test_an_answer_that_cannot_fit_is_not_even_tokenized() -> None:
+    turns, (one,), talk = made(longest=6)
+    instance: Any = one.instance
+    instance._answer = "x" * 10_000
+    talk.answers = None
+    assert turns.ended(0, 0, [5, CALL, 4], "stop")
+    assert turns.given(wait=True) == [(0, 0, None)]
     assert one.reward is not None
 
 

@@ -7,8 +7,8 @@ import math
 
 import pytest
 
+from ftcli.methods.grpo.rewards import Stagnation
 from ftcli.methods.grpo.settings import GrpoStoppingConfig
-from ftcli.methods.grpo.stagnation import Stagnation
 
 PLATEAU = GrpoStoppingConfig.model_validate({"reward": {"window": 2, "patience": 2, "min_delta": 0.05}})
 COLLAPSE = GrpoStoppingConfig.model_validate({"entropy": {"min_entropy": 0.1, "patience": 3}})

@@ -16,7 +16,7 @@ from ftcli.data.tokens import TokenizedRow
 from ftcli.labels import IGNORE_INDEX
 from ftcli.methods.kto.losses import LabelLoss
 from ftcli.methods.kto.objective import LabelObjective
-from ftcli.methods.kto.reference import LabelReference
+from ftcli.methods.preference.reference import Reference
 from ftcli.methods.preference.settings import PreferenceConfig
 from ftcli.plan.batches import Batches
 from ftcli.rows.row import Row
@@ -72,7 +72,7 @@ def objective_of(
     job.dtypes = replace(job.dtypes, compute=dtype)
     loss = LabelLoss.of(PreferenceConfig.model_validate(settings))
     epochs = epochs_of(rows() if documents is None else documents)
-    compared = LabelReference(reference, known, {}, other)
+    compared = Reference(reference, of_rows=known, other=other)
     made = LabelObjective(job, model, epochs, loss, group=group, stack=None, sequence=None, reference=compared)
     if started:
         made.restore({"reference": "live" if known is None else "ahead"}, Progress(1, 2, 0.0, 0))

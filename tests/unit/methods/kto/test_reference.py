@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from ftcli.labels import IGNORE_INDEX
-from ftcli.methods.kto.reference import LabelReference, known_of, mismatched_rows, scored_ahead
+from ftcli.methods.kto.reference import known_of, mismatched_rows, scored_ahead
 from ftcli.methods.preference.cache import unit_digest
-from ftcli.methods.preference.reference import AheadOfTraining
+from ftcli.methods.preference.reference import AheadOfTraining, Reference
 from ftcli.methods.preference.reference import scored_ahead as of_pairs
 from ftcli.methods.preference.settings import PreferenceConfig
 from ftcli.train.checkpoint_state import Progress
@@ -48,7 +48,7 @@ def job_of(folder: Path | None = None, *, longest: int = LONGEST, **of_recipe: A
     return made
 
 
-def ahead_of(job: Any, model: Any, documents: Any = None, held_out: Any = (), seed: int = 0) -> LabelReference:
+def ahead_of(job: Any, model: Any, documents: Any = None, held_out: Any = (), seed: int = 0) -> Reference:
     return scored_ahead(job, model, epochs_of(rows() if documents is None else documents, seed), held_out, None)
 
 
@@ -59,10 +59,10 @@ def test_a_step_is_the_same_to_the_last_bit_as_one_that_computes_its_reference(
     """In float32, of rows that are scored one by one in either case. Loss, KL, gradients and metrics."""
     train = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}
     ahead = ahead_of(job_of(preference=settings, train=train), model)
-    assert ahead.known is not None
+    assert ahead.of_rows is not None
     split: dict[str, Any] = {"size": 1, "accumulation": 4, "beta": 0.3, "sft_weight": 0.5, **settings}
     for number in range(4):
-        live, known = objective_of(model, **split), objective_of(model, known=ahead.known, **split)
+        live, known = objective_of(model, **split), objective_of(model, known=ahead.of_rows, **split)
         wanted, found = step(live, model, number), step(known, model, number)
         assert "reference" in known.micro_batch([0], blank=False).inputs
         assert found[0] == wanted[0]
@@ -76,7 +76,7 @@ def test_the_known_reference_is_computed_neither_for_answers_nor_for_the_kl(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ahead = ahead_of(job_of(), model)
-    objective = objective_of(model, known=ahead.known, size=4)
+    objective = objective_of(model, known=ahead.of_rows, size=4)
     scored: list[int] = []
     own = objective._scorer.score
     monkeypatch.setattr(objective._scorer, "score", lambda *args, **kw: scored.append(1) or own(*args, **kw))
@@ -87,17 +87,17 @@ def test_the_known_reference_is_computed_neither_for_answers_nor_for_the_kl(
 def test_every_row_that_a_run_makes_is_known_and_no_other(model: Any) -> None:
     """Of two epochs, in which prompts and answers meet otherwise."""
     ahead, documents = ahead_of(job_of(train={"num_train_epochs": 2.5}), model), rows()
-    objective = objective_of(model, known=ahead.known, size=4)
+    objective = objective_of(model, known=ahead.of_rows, size=4)
     wanted = {unit_digest(row) for row in documents}
     of_epochs: list[set[bytes]] = []
     for number in range(5):
         made = mismatched_rows(objective.rows_of_step(number), LONGEST)
         of_epochs.append({unit_digest(row) for row in made})
-        assert known_of(ahead.known or {}, made).shape == (4, 1)
+        assert known_of(ahead.of_rows or {}, made).shape == (4, 1)
     assert of_epochs[0] | of_epochs[1] != of_epochs[2] | of_epochs[3]
-    assert set(ahead.known or {}) == wanted.union(*of_epochs)
+    assert set(ahead.of_rows or {}) == wanted.union(*of_epochs)
     with pytest.raises(KeyError):
-        objective_of(model, known=ahead.known, size=3).micro_batches(0, Monitor())
+        objective_of(model, known=ahead.of_rows, size=3).micro_batches(0, Monitor())
 
 
 def test_a_run_over_beta_and_rate_computes_nothing_again(model: Any, tmp_path: Path, computed: list[int]) -> None:
@@ -105,9 +105,9 @@ def test_a_run_over_beta_and_rate_computes_nothing_again(model: Any, tmp_path: P
     sweep = job_of(tmp_path, preference={"beta": 0.9, "desirable_weight": 1.3}, train={"learning_rate": 1e-3})
     second = ahead_of(sweep, model, held_out=rows(seed=3))
     assert len(computed) == 1
-    assert (second.known, second.held_out) == (first.known, first.held_out)
+    assert (second.of_rows, second.held_out) == (first.of_rows, first.held_out)
     # One epoch of the same order has nothing that two have not.
-    assert ahead_of(job_of(tmp_path, train={"num_train_epochs": 1.0}), model).known is not None
+    assert ahead_of(job_of(tmp_path, train={"num_train_epochs": 1.0}), model).of_rows is not None
     assert len(computed) == 1
 
 
@@ -152,8 +152,8 @@ def test_rows_that_change_are_scored_anew_and_no_others(
     assert bool(new) == some
     assert sum(computed) == len(new)
     anew = ahead_of(job_of(**of_job), model, **given)
-    assert found.known is not None
-    assert found.known == pytest.approx(anew.known, rel=1e-5)
+    assert found.of_rows is not None
+    assert found.of_rows == pytest.approx(anew.of_rows, rel=1e-5)
 
 
 @pytest.mark.parametrize("changed", ["nothing", "a weight", "quantization", "kernels"])
@@ -198,20 +198,20 @@ def test_only_what_a_short_run_sees_is_scored(model: Any, computed: list[int]) -
 
 def test_one_epoch_without_a_cache_computes_in_each_step(model: Any, tmp_path: Path, computed: list[int]) -> None:
     once = {"train": {"num_train_epochs": 1.0}}
-    assert ahead_of(job_of(tmp_path, **once), model) == LabelReference()
-    assert ahead_of(job_of(**once), model) == LabelReference()
-    assert ahead_of(job_of(preference={"reference_cache": "off"}), model) == LabelReference()
+    assert ahead_of(job_of(tmp_path, **once), model) == Reference()
+    assert ahead_of(job_of(**once), model) == Reference()
+    assert ahead_of(job_of(preference={"reference_cache": "off"}), model) == Reference()
     assert computed == []
 
 
 def test_a_run_goes_on_as_it_began(model: Any) -> None:
     """Another run may have filled the cache meanwhile; and runs of before this was possible do not say."""
     ahead = ahead_of(job_of(), model)
-    live, known = objective_of(model), objective_of(model, known=ahead.known)
+    live, known = objective_of(model), objective_of(model, known=ahead.of_rows)
     assert [objective.state()["reference"] for objective in (live, known)] == ["live", "ahead"]
     progress: Any = Progress(1, 2, 0.0, 0)
     for state, wanted in ((live.state(), False), ({}, False), (known.state(), True)):
-        again = objective_of(model, known=ahead.known, started=False)
+        again = objective_of(model, known=ahead.of_rows, started=False)
         again.restore(state, progress)
         assert ("reference" in again.micro_batch([0], blank=False).inputs) == wanted
 

@@ -122,7 +122,7 @@ def test_the_policy_is_held_to_its_own_start(trainer: DPOTrainer, folder: Path, 
             return objective(adapted, asked(trainer.ref_model))
         job, rows = labelled_job(lora=None, train={"per_device_train_batch_size": 8}), labelled.rows()
         found = labels_ahead(job, trainer.ref_model, labelled.epochs_of(rows), (), None)
-        return labelled.objective_of(adapted, known=found.known, other=NAME, started=False)
+        return labelled.objective_of(adapted, known=found.of_rows, other=NAME, started=False)
 
     fresh, trained = (steps.adapted_model(folder, trained=after) for after in (False, True))
     for adapted, fails in ((fresh, False), (trained, True)):
@@ -196,7 +196,7 @@ def test_without_training_only_what_is_held_out_is_scored(folder: Path) -> None:
     rows = labelled.rows()
     job = labelled_job(lora=None)
     alone = labels_ahead(job, model, None, rows[:3], None)
-    assert alone.known == {}
+    assert alone.of_rows == {}
     wanted = labels_ahead(job, model, labelled.epochs_of(rows), rows[:3], None).held_out
     assert alone.held_out.keys() == wanted.keys()
 

@@ -17,7 +17,7 @@ from trl import RewardConfig, RewardTrainer
 from trl.trainer.reward_trainer import DataCollatorForPreference
 
 from ftcli.config.model import ModelConfig
-from ftcli.data.collate import PaddingCollator
+from ftcli.data.collate import padded_batch
 from ftcli.data.tokens import TokenizedRow
 from ftcli.methods.preference.figures import ORDER_SUMS, order_measures, order_sums
 from ftcli.methods.reward.objective import RewardObjective, both_lengths, pair_losses, score_batch, score_rows
@@ -156,7 +156,7 @@ def test_a_score_is_that_of_plain_transformers_of_the_last_real_token(tmp_path: 
     config.pad_token_id = 0
     plain = AutoModelForSequenceClassification.from_config(config, attn_implementation="eager").eval()
     plain.load_state_dict({n: v for n, v in model.state_dict().items() if not n.startswith("lm_head")})
-    batch = PaddingCollator(0)([{"input_ids": one.input_ids, "labels": one.labels} for one in rows])
+    batch = padded_batch(rows, 0)
     with torch.no_grad():
         wanted = plain(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits.squeeze(-1)
         found = score_rows(model, score_batch(rows, PADDED, 0, margin=False))
