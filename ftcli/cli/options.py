@@ -227,11 +227,10 @@ def run_directory(path: str, label: str) -> Path:
         else:
             there = is_folder(folder)
             problem = "holds no recipe.yaml, so it is not a run directory" if there else "is not a directory"
+        message = f"{path} {problem}"
+        help = meant or "name the directory that `ftcli train` wrote, as in runs/smoke"
         raise FtcliError.single(
-            "FT154",
-            f"{path} {problem}",
-            origin=Origin(f"{label} {path}" if label.startswith("-") else label),
-            help=meant or "name the directory that `ftcli train` wrote, as in runs/smoke",
+            "FT154", message, origin=Origin(f"{label} {path}" if label.startswith("-") else label), help=help
         )
     return folder
 
