@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -198,7 +199,11 @@ def _advised(error: FtcliError, path: Path) -> FtcliError:
     nearby = (finding.help or "").startswith("did you mean") and not is_shipped(path.stem)
     if finding.code != "FT101" or nearby:
         return error
-    meant = recipe_meant(path) or (run_meant(path) if path.suffix not in RECIPE_SUFFIXES else None)
+    meant = recipe_meant(path)
+    if meant is None and path.suffix not in RECIPE_SUFFIXES:
+        meant = run_meant(path)
+        if meant is None and os.path.isdir(path.parent):
+            meant = f"{finding.help}; `ftcli runs {path.parent}` shows the runs in that folder"
     return FtcliError([replace(finding, help=meant or finding.help)], error.exit_code)
 
 
