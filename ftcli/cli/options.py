@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -202,7 +201,7 @@ def _advised(error: FtcliError, path: Path) -> FtcliError:
     meant = recipe_meant(path)
     if meant is None and path.suffix not in RECIPE_SUFFIXES:
         meant = run_meant(path)
-        if meant is None and os.path.isdir(path.parent):
+        if meant is None and is_folder(path.parent):
             meant = f"{finding.help}; `ftcli runs {path.parent}` shows the runs in that folder"
     return FtcliError([replace(finding, help=meant or finding.help)], error.exit_code)
 
