@@ -63,6 +63,8 @@ def bench_step(
         measured = _measure_evaluation(report, session, options, sizes)
     else:
         measured = _measure(report, session, options, sizes, group)
+        if (reason := without_graphs(loaded.recipe, recipe)) is not None:
+            measured = replace(measured, cuda_graphs=reason)
     flops = _with_reference(bench_result.flops_of(report, options, sizes, left_out), report, sizes, options)
     stored = bench_result.stored_rate(flops, report, options)
     return BenchResult(
@@ -87,6 +89,14 @@ def bench_step(
             stored,
         ),
     )
+
+
+def without_graphs(asked: Recipe, timed: Recipe) -> str | None:
+    """The reason why steps are timed without the graphs that the recipe asks for; None if the recipe's own will do."""
+    if not asked.train.cuda_graphs or timed.train.cuda_graphs:
+        return None
+    tokens = timed.train.per_device_train_batch_size * timed.data.max_seq_len
+    return f"a micro-batch of {tokens:,} tokens keeps the GPU busy"
 
 
 def _checked(loaded: LoadedRecipe, session: Session, options: BenchOptions) -> PreflightReport:
