@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -352,6 +352,34 @@ class ReadFile:
             piece = gguf.quants.dequantize(rows[first : first + step], tensor.tensor_type)
             into[first : first + step] = torch.from_numpy(np.array(piece, np.float32)).view(-1, shape[-1])
         return found
+
+
+def reader_of(
+    model: Any,
+    file: ReadFile,
+    names: Mapping[str, str],
+    heads: Mapping[str, int],
+    architecture: Architecture,
+) -> Callable[[str], Tensor]:
+    """Reads a weight of ``model`` from the file; ``names``: of the tensors in the file, by those in the model."""
+    outputs: Any = model.get_output_embeddings()
+    head = next((f"{name}.weight" for name, module in model.named_modules() if module is outputs), "")
+
+    def read(weight: str) -> Tensor:
+        gate, up = (f"{weight}{part}" for part in (GATE, UP))
+        if gate in names:
+            return in_stored_layout(weight, joined_halves(read(gate), read(up), architecture), architecture)
+        stored, value = names.get(weight), activation_key(weight)
+        if stored is None and value is not None:
+            key, layer = value
+            return torch.tensor(file.values[key][layer])
+        if stored is None and weight == head:  # llama.cpp takes the embedding where there is no head
+            stored = "token_embd.weight"
+        if stored is None:
+            raise KeyError(f"the file has no {weight}")
+        return in_stored_layout(weight, from_file(stored, file.read(stored), heads, architecture), architecture)
+
+    return read
 
 
 def require_gguf_package() -> None:

@@ -27,7 +27,7 @@ One YAML file describes one experiment; training, evaluation and export share it
 ```yaml
 version: 1
 model:
-  name_or_path: google/gemma-2-2b
+  name_or_path: google/gemma-2-2b-it
 lora:
   r: 16
 data:

@@ -26,7 +26,7 @@ import typer
 from typer.exceptions import TyperException
 
 from ftcli import __version__
-from ftcli.cli import render
+from ftcli.cli import environment, render
 from ftcli.cli.commands import (
     bench,
     chat,
@@ -43,16 +43,6 @@ from ftcli.cli.commands import (
     sweep,
 )
 from ftcli.cli.commands.train import training_command
-from ftcli.cli.environment import (
-    fewer_library_warnings,
-    let_go_of_broken_streams,
-    library_environment,
-    open_missing_streams,
-    open_session,
-    results_only_on_stdout,
-    style_for,
-    unfailing,
-)
 from ftcli.cli.names import is_run, is_shipped
 from ftcli.cli.options import AnyRequest, EndedElsewhere, Invocation
 from ftcli.cli.render import terminal_text
@@ -349,7 +339,7 @@ class _CtrlC:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line and return the exit status. Prints everything itself; raises nothing."""
     words = list(sys.argv[1:] if argv is None else argv)
-    open_missing_streams()
+    environment.open_missing_streams()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):  # a log that cannot show a character shows its escape
             stream.reconfigure(errors="backslashreplace")
@@ -365,7 +355,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         message = f"the result could not be written to stdout: {first_line(error)}"
         _tell_people([Finding("FT194", message, help="what a run has written into its folder is complete")])
         status = int(ExitCode.PREFLIGHT)
-    let_go_of_broken_streams()
+    environment.let_go_of_broken_streams()
     return status
 
 
@@ -407,13 +397,13 @@ def _parse(words: list[str]) -> AnyRequest | _Answer | int:
 
 def _run(request: AnyRequest, words: list[str], ctrl_c: _CtrlC) -> _Answer:
     try:
-        session, reporter = open_session(request.options, words)
+        session, reporter = environment.open_session(request.options, words)
         session = replace(session, on_complete=ctrl_c.complete)
     except FtcliError as error:  # of a variable of the environment
         return _Answer(int(error.exit_code), error.findings)
     try:
-        stdout = nullcontext() if request.owns_stdout else results_only_on_stdout()
-        with stdout, library_environment(session), fewer_library_warnings(session):
+        stdout = nullcontext() if request.owns_stdout else environment.results_only_on_stdout()
+        with stdout, environment.library_environment(session), environment.fewer_library_warnings(session):
             result = request.action(session)
         text = _text_of(result, request)
     except BaseException as error:  # noqa: BLE001 - the one place where everything ends, with a status of ours
@@ -443,8 +433,8 @@ def _tell(answer: _Answer, *, command: str | None, json: bool) -> None:
 
 def _tell_people(findings: Sequence[Finding]) -> None:
     if findings:
-        stderr = unfailing(sys.stderr)
-        print(render.findings_text(findings, style_for(sys.stderr), _MOST_SHOWN), file=stderr)
+        stderr = environment.unfailing(sys.stderr)
+        print(render.findings_text(findings, environment.style_for(sys.stderr), _MOST_SHOWN), file=stderr)
 
 
 def _interrupted() -> int:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from difflib import get_close_matches
 from pathlib import Path
 
-from ftcli.paths import RECIPE_SUFFIXES, RUN_RECIPE, is_file, is_folder
+from ftcli.paths import RECIPE_SUFFIXES, RUN_RECIPE, is_file
 
 
 def shipped() -> dict[str, Path]:
@@ -41,7 +41,7 @@ def recipe_meant(path: Path) -> str | None:
 def run_meant(path: Path) -> str | None:
     """A run of a similar name, beside the one that is not there or below ``runs``."""
     for folder in dict.fromkeys((path.parent, _RUNS)):
-        names = [entry for entry in _folders(folder) if is_file(folder / entry / RUN_RECIPE)]
+        names = [entry.name for entry in _entries(folder) if is_file(folder / entry.name / RUN_RECIPE)]
         found = get_close_matches(path.name, names, n=1, cutoff=0.6)
         if found:
             return f"did you mean {folder / found[0]}?"
@@ -60,13 +60,6 @@ def is_shipped(word: str) -> bool:
 
 def _stem(path: Path) -> str:
     return path.name.removesuffix(".yaml").removesuffix(".yml")
-
-
-def _folders(folder: Path) -> list[str]:
-    try:
-        return [entry.name for entry in os.scandir(folder) if is_folder(Path(entry.path))]
-    except OSError:
-        return []
 
 
 #: A folder with more entries than this is not looked through.

@@ -198,7 +198,11 @@ def _advised(error: FtcliError, path: Path) -> FtcliError:
     nearby = (finding.help or "").startswith("did you mean") and not is_shipped(path.stem)
     if finding.code != "FT101" or nearby:
         return error
-    meant = recipe_meant(path) or (run_meant(path) if path.suffix not in RECIPE_SUFFIXES else None)
+    meant = recipe_meant(path)
+    if meant is None and path.suffix not in RECIPE_SUFFIXES:
+        meant = run_meant(path)
+        if meant is None and is_folder(path.parent):
+            meant = f"{finding.help}; `ftcli runs {path.parent}` shows the runs in that folder"
     return FtcliError([replace(finding, help=meant or finding.help)], error.exit_code)
 
 
@@ -227,11 +231,10 @@ def run_directory(path: str, label: str) -> Path:
         else:
             there = is_folder(folder)
             problem = "holds no recipe.yaml, so it is not a run directory" if there else "is not a directory"
+        message = f"{path} {problem}"
+        help = meant or "name the directory that `ftcli train` wrote, as in runs/smoke"
         raise FtcliError.single(
-            "FT154",
-            f"{path} {problem}",
-            origin=Origin(f"{label} {path}" if label.startswith("-") else label),
-            help=meant or "name the directory that `ftcli train` wrote, as in runs/smoke",
+            "FT154", message, origin=Origin(f"{label} {path}" if label.startswith("-") else label), help=help
         )
     return folder
 

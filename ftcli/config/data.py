@@ -129,8 +129,7 @@ class DataConfig(Section):
     eval: Items[Dataset] = Field(default=(), description="Held-out files.")
     held_out: Annotated[float, Field(gt=0, lt=1)] | None = Field(
         default=None,
-        description="Share of the rows of `train` to measure on instead of training on them, beside `eval`. A hash of"
-        " the row chooses: more rows in the file move none of them.",
+        description="Share of the rows of `train` to measure on instead, beside `eval`; a hash of the row chooses.",
     )
     format: Annotated[str, Word(layouts.formats)] = Field(
         default="auto", description="Row layout; `auto` finds it from the columns and says so."

@@ -165,8 +165,7 @@ class EvalConfig(Section):
     )
     tasks_every_steps: Count | None = Field(
         default=None,
-        description="Steps between scorings of `tasks` in `ftcli train`, first before it, last after it; a multiple"
-        " of `every_steps`. Absent: `train` scores none. `grpo` scores them at each evaluation.",
+        description="Steps between scorings of `tasks` in `ftcli train`; a multiple of `every_steps`. Absent: none.",
     )
     generate: GenerateConfig = Field(default_factory=GenerateConfig, description="Generation settings.")
     lm_eval: Items[PathText] = Field(

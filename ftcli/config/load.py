@@ -260,9 +260,8 @@ def _with_method_defaults(recipe: Recipe) -> Recipe:
     full = method.full_defaults if recipe.lora is None else {}
     for key, value in {**method.defaults, **full}.items():
         section, name = key.split(".")
-        held: BaseModel = getattr(recipe, section)
-        if name not in held.model_fields_set:
-            recipe = recipe.model_copy(update={section: held.model_copy(update={name: value})})
+        if name not in recipe.value_of(section).model_fields_set:
+            recipe = recipe.changed({key: value})
     return recipe
 
 
@@ -270,21 +269,11 @@ def _with_run_defaults(recipe: Recipe, path: Path) -> Recipe:
     # The file's stem with everything that `run.name` does not allow replaced.
     stem = re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).lstrip("._-")[:100]
     name = recipe.run.name or stem or "run"
-    output_dir = recipe.run.output_dir or f"runs/{name}"
-    named = {"name": name, "output_dir": _home(output_dir), "resume": _home(recipe.run.resume)}
-    return recipe.model_copy(
-        update={
-            "run": recipe.run.model_copy(update=named),
-            "model": _with_homes(recipe.model, "name_or_path", "tokenizer"),
-            "data": _with_homes(recipe.data, "chat_template"),
-        }
-    )
+    recipe = recipe.changed({"run.name": name, "run.output_dir": recipe.run.output_dir or f"runs/{name}"})
+    paths = {key: recipe.value_of(key) for key in _PATHS}
+    homes = {key: str(expanded(path)) for key, path in paths.items() if path is not None and path.startswith("~")}
+    return recipe.changed(homes)
 
 
-def _with_homes(section: SectionOfRecipe, *names: str) -> SectionOfRecipe:
-    """The section with ``~`` in its paths replaced by the home folder."""
-    return section.model_copy(update={name: _home(getattr(section, name)) for name in names})
-
-
-def _home(value: str | None) -> str | None:
-    return str(expanded(value)) if value is not None and value.startswith("~") else value
+#: Keys whose ``~`` is the home folder.
+_PATHS = ("run.output_dir", "run.resume", "model.name_or_path", "model.tokenizer", "data.chat_template")

@@ -33,9 +33,7 @@ class ModelConfig(Section):
     )
     add_tokens: Items[Annotated[str, Field(min_length=1)]] = Field(
         default=(),
-        description="New tokens: each takes a row of the vocabulary that no token has, or a further one, which begins"
-        " as the mean of the others. With `lora` these rows of embedding and head are trained beside the adapters, no"
-        " other.",
+        description="New tokens. With `lora` their rows of embedding and head alone are trained beside the adapters.",
     )
     dtype: Dtype = Field(
         default="auto",
@@ -102,8 +100,7 @@ class LoraConfig(Section):
     )
     experts: bool = Field(
         default=True,
-        description="`all-linear` means every expert of a mixture as well: an adapter of rank `r` on each. `false`: "
-        "attention and shared experts alone, a small part of the parameters.",
+        description="`all-linear` means every expert as well. `false`: attention and shared experts alone.",
     )
     modules_to_save: Items[str] = Field(
         default=(),
@@ -118,8 +115,7 @@ class LoraConfig(Section):
     init_lora_weights: Literal[True] | Initialisation = Field(
         default=True,
         description="`true`, `gaussian` and `orthogonal` change nothing at first; `pissa` (`pissa_niter_4` is faster)"
-        " takes the largest singular vectors of the weights, `olora` their QR decomposition: both are "
-        "saved as plain adapters of twice the rank.",
+        " and `olora` begin with singular vectors or a QR decomposition, and are saved as adapters of twice the rank.",
     )
     start_from: PathText | None = Field(
         default=None,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
-from pydantic import Field
+from pydantic import BaseModel, Field
 
 from ftcli.config.base import Section
 from ftcli.config.data import DataConfig
@@ -15,6 +15,9 @@ from ftcli.methods.distill.settings import DistillConfig
 from ftcli.methods.grpo.settings import GrpoConfig
 from ftcli.methods.preference.settings import PreferenceConfig
 from ftcli.methods.reward.settings import RewardModelConfig
+from ftcli.plain import JsonMap
+
+_M = TypeVar("_M", bound=BaseModel)
 
 
 class Recipe(Section):
@@ -48,3 +51,15 @@ class Recipe(Section):
         for name in key.split("."):
             value = None if value is None else getattr(value, name)
         return value
+
+    def changed(self, settings: JsonMap) -> Recipe:
+        """The recipe with the values of dotted keys set. They are not validated."""
+        recipe = self
+        for key, value in settings.items():
+            recipe = _set(recipe, key.split("."), value)
+        return recipe
+
+
+def _set(model: _M, parts: list[str], value: Any) -> _M:
+    head, *rest = parts
+    return model.model_copy(update={head: _set(getattr(model, head), rest, value) if rest else value})

@@ -35,8 +35,7 @@ class RunConfig(Section):
 
     mirror: Annotated[str, Field(min_length=1)] | None = Field(
         default=None,
-        description="Where the run is copied to with each checkpoint and at its end, such as `s3://bucket/runs/name`; a"
-        " machine that has no such run, or an older one, goes on from there.",
+        description="Where each checkpoint of the run is copied, such as `s3://bucket/runs/name`, and resumed from.",
     )
 
     @property
@@ -134,9 +133,8 @@ class TrainConfig(Section):
     )
     metric_for_best_model: Annotated[str, Field(min_length=1, max_length=200)] | None = Field(
         default=None,
-        description="What `early_stopping` and `checkpoint.keep_best` look at: `loss`, or what else is measured during "
-        "training, such as `token_accuracy`, `accuracy` and `margin` of pairs, or a task of GRPO. Whether more of it "
-        "is better is known. When absent the held-out loss, or the mean score of the tasks.",
+        description="What `early_stopping` and `checkpoint.keep_best` look at: `loss`, `token_accuracy`, `accuracy` or "
+        "`margin` of pairs, or a task. When absent the held-out loss, or the mean score of the tasks.",
     )
     memory_budget_gib: Annotated[float, Field(gt=0, le=4096)] | None = Field(
         default=None,

@@ -281,9 +281,8 @@ def _parse(text: str, source: str, fixed: Origin | None = None, *, any_key: bool
             node = cast("_AnyNode | None", composer.get_single_node())
         except (ValueError, OverflowError):  # PyYAML hands every `\\U` to chr()
             place, help = places.point(composer.line, composer.column), "Unicode ends at `\\U0010FFFF`"
-            raise FtcliError.single(
-                "FT110", "an escape that stands for no character", origin=place, help=help
-            ) from None
+            message = "an escape that stands for no character"
+            raise FtcliError.single("FT110", message, origin=place, help=help) from None
     except yaml.YAMLError as error:
         raise FtcliError([_syntax_finding(error, places)], ExitCode.RECIPE) from None
     if node is None:

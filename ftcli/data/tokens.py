@@ -80,6 +80,14 @@ class TokenizedRow:
         return sum(image.grid[0] * image.grid[1] for image in self.images)
 
 
+def by_file(rows: Sequence[TokenizedRow]) -> dict[str, list[TokenizedRow]]:
+    """The rows of each file, by its name."""
+    files: dict[str, list[TokenizedRow]] = {}
+    for row in rows:
+        files.setdefault(row.row.source, []).append(row)
+    return files
+
+
 @dataclass(frozen=True, slots=True)
 class EncodedArrays:
     """A few tokenized rows as arrays, so that they are cheap to send and to write.

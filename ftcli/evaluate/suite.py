@@ -14,7 +14,7 @@ from ftcli.config.data import DataConfig, DatasetConfig
 from ftcli.config.evaluation import TaskConfig
 from ftcli.data.asked import RenderedPrompt, asked_rows, room_of_task
 from ftcli.data.reasoning import Answer
-from ftcli.data.tokens import RowImage, TokenizedRow
+from ftcli.data.tokens import RowImage, TokenizedRow, by_file
 from ftcli.errors import ExitCode, Finding, FtcliError, first_line
 from ftcli.evaluate.generate import generate
 from ftcli.evaluate.loss import BatchLayout, LossResult, combine, evaluate_loss, halved, row_too_large
@@ -288,10 +288,7 @@ class Evaluator:
 
     def by_dataset(self) -> dict[str, list[TokenizedRow]]:
         """The held-out rows of each file."""
-        parts: dict[str, list[TokenizedRow]] = {}
-        for tokens in self.sequences:
-            parts.setdefault(tokens.row.source, []).append(tokens)
-        return parts
+        return by_file(self.sequences)
 
     def loss(self, model: PreTrainedModel | PeftModel) -> LossResult | None:
         """Loss, perplexity, token accuracy over all of ``data.eval``; None without held-out data."""

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from ftcli.config.load import load_recipe
 from ftcli.errors import ExitCode, Finding, FtcliError
@@ -306,13 +307,9 @@ class _Walk:
         self._plan, self._keys, self._scheme, self._folder, self._say = plan, keys, scheme, folder, say
         self._asked = (scheme.calibration if scheme is not None else None) or Calibration()
         self._device = torch.device("cuda", 0) if probe_device().kind == "cuda" else torch.device("cpu")
-        length = max(len(row) for row in rows)
-        self._ids = torch.zeros((len(rows), length), dtype=torch.long)
-        self._real = torch.zeros((len(rows), length), dtype=torch.bool)
-        for at, row in enumerate(rows):
-            self._ids[at, : len(row)] = torch.tensor(row)
-            self._real[at, : len(row)] = True
-        self._at_once = max(1, _TOKENS // length)
+        self._ids = pad_sequence([torch.tensor(row) for row in rows], True)
+        self._real = pad_sequence([torch.ones(len(row), dtype=torch.bool) for row in rows], True)
+        self._at_once = max(1, _TOKENS // self._ids.shape[1])
         #: What layers hand on beside their output, by rows and argument.
         self._shared: dict[tuple[range, str], dict[Any, Any]] = {}
         self._errors: list[tuple[float, float]] = []

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from ftcli.errors import Finding, FtcliError
 from ftcli.export.clean.request import ATTENTION_MASK, GREEDY, INPUT_IDS, LOGITS, PROMPT, ReloadAnswer, ReloadRequest
@@ -80,12 +81,8 @@ def probe_batch(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> Probe:
 
 
 def _padded(rows: Sequence[Tensor], padding: int, new_tokens: int = 0) -> Probe:
-    ids = torch.full((len(rows), max(len(row) for row in rows)), padding)
-    mask = torch.zeros_like(ids)
-    for i, row in enumerate(rows):
-        ids[i, : len(row)] = row
-        mask[i, : len(row)] = 1
-    return Probe(ids, mask, new_tokens)
+    masks = [torch.ones_like(row) for row in rows]
+    return Probe(pad_sequence(list(rows), True, padding), pad_sequence(masks, True), new_tokens)
 
 
 @torch.no_grad()

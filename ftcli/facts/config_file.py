@@ -1,4 +1,5 @@
-"""Finds a model's config.json: bundled, in a local folder, in the Hub's cache, or on the Hub. Never weights.
+"""Finds a model's config.json: bundled, in a local folder, in the Hub's cache, or on the Hub. Of weights only how many
+bytes are not on this machine yet.
 
 The order is bundled model, local folder, bundled config of a known Hub id, cache, Hub. ``huggingface_hub`` is imported
 only for the last two.
@@ -7,7 +8,7 @@ only for the last two.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -194,14 +195,13 @@ def _folder(folder: Path, origin: Origin | None) -> ConfigSource:
     path = folder / "config.json"
     if not is_file(path):
         adapter = is_file(folder / ADAPTER_CONFIG)
-        raise preflight_error(
-            "FT304",
-            f"{folder} holds no config.json",
-            origin,
-            help="this is an adapter: name its base model, or merge it first with `ftcli export`"
+        message = f"{folder} holds no config.json"
+        help = (
+            "this is an adapter: name its base model, or merge it first with `ftcli export`"
             if adapter
-            else "name a folder in Transformers format (it has a config.json)",
+            else "name a folder in Transformers format (it has a config.json)"
         )
+        raise preflight_error("FT304", message, origin, help=help)
     return ConfigSource("local folder", folder, read_json(path, origin))
 
 
@@ -211,42 +211,54 @@ def hub_error(error: Exception, model: ModelConfig, origin: Origin | None, *, of
 
     name = model.name_or_path
     elsewhere = "or name a local folder in its place"
+    code, message = "FT308", f"the Hub gives no answer about {name}: {first_line(error)}"
+    help = f"try again, {elsewhere}"
     match error:
         case hub.HFValidationError():
-            return preflight_error(
-                "FT303", f"{name!r} is neither a folder here nor a Hub id", origin, help="write OWNER/NAME"
-            )
+            code, message, help = "FT303", f"{name!r} is neither a folder here nor a Hub id", "write OWNER/NAME"
         case hub.GatedRepoError():
             page = f"https://huggingface.co/{name}"
-            return preflight_error(
-                "FT307", f"{name} is gated", origin, help=f"ask for access at {page}, then `hf auth login`"
-            )
+            code, message, help = "FT307", f"{name} is gated", f"ask for access at {page}, then `hf auth login`"
         case hub.RepositoryNotFoundError():
             close = get_close_matches(name, bundled_configs(), 1, cutoff=0.8)
-            hint = (
-                f"did you mean {close[0]}?" if close else f"check the spelling; private ones need a login, {elsewhere}"
-            )
-            return preflight_error("FT303", f"the Hub has no model {name}", origin, help=hint)
+            code, message = "FT303", f"the Hub has no model {name}"
+            help = f"check the spelling; private ones need a login, {elsewhere}"
+            help = f"did you mean {close[0]}?" if close else help
         case hub.RevisionNotFoundError():
-            return preflight_error(
-                "FT303", f"{name} has no revision {model.revision!r}", origin, help="check the revision"
-            )
+            code, message, help = "FT303", f"{name} has no revision {model.revision!r}", "check the revision"
         case hub.LocalEntryNotFoundError() if offline:
-            return preflight_error(
-                "FT306",
-                f"{name} is not in the local cache, and --offline forbids asking the Hub",
-                origin,
-                help=f"run once without --offline, {elsewhere}",
-            )
+            message = f"{name} is not in the local cache, and --offline forbids asking the Hub"
+            code, help = "FT306", f"run once without --offline, {elsewhere}"
         case hub.EntryNotFoundError() if not isinstance(error, hub.LocalEntryNotFoundError):
-            return preflight_error(
-                "FT304",
-                f"{name} holds no config.json",
-                origin,
-                help="choose a repository in Transformers format (it has a config.json)",
-            )
-        case _:
-            reason = first_line(error)
-            return preflight_error(
-                "FT308", f"the Hub gives no answer about {name}: {reason}", origin, help=f"try again, {elsewhere}"
-            )
+            code, message = "FT304", f"{name} holds no config.json"
+            help = "choose a repository in Transformers format (it has a config.json)"
+    return preflight_error(code, message, origin, help=help)
+
+
+#: ``sizes(repo_id, revision)`` answers the bytes of each file of a repository by name, and the commit they are of.
+Sizes = Callable[[str, str | None], tuple[Mapping[str, int], str | None]]
+
+
+def sizes_on_hub(repo_id: str, revision: str | None) -> tuple[Mapping[str, int], str | None]:
+    """Asks the Hub; empty where it does not answer."""
+    from huggingface_hub import HfApi, constants
+
+    with suppress(*hub_errors()):
+        require_connection(constants.ENDPOINT)
+        found = HfApi().model_info(repo_id, revision=revision, files_metadata=True)
+        return {file.rfilename: file.size or 0 for file in found.siblings or ()}, found.sha
+    return {}, None
+
+
+def missing_bytes(repo_id: str, revision: str | None, *, sizes: Sizes = sizes_on_hub) -> int:
+    """Bytes of the weight files that loading the model will download; 0 where none are, or nobody knows."""
+    from huggingface_hub import try_to_load_from_cache
+
+    files, commit = sizes(repo_id, revision)
+    # transformers takes `model.safetensors` or its shards; others lie in folders or are adapters.
+    weights = {name: size for name, size in files.items() if name.startswith("model") and name.endswith(".safetensors")}
+    return sum(
+        size
+        for name, size in weights.items()
+        if not isinstance(try_to_load_from_cache(repo_id, name, revision=commit), str)
+    )

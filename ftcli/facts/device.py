@@ -156,13 +156,9 @@ def named_device(name: str, option: str = "--as") -> DeviceFacts:
         if pattern.fullmatch(words):
             raise _not_supported(f"{name} is {kind}", driver, f"known are: {known}", origin)
     close = get_close_matches(key, DEVICE_NAMES, 1, cutoff=0.6)
-    raise FtcliError.single(
-        "FT506",
-        f"unknown device {name!r}",
-        exit_code=ExitCode.RECIPE,
-        origin=origin,
-        help=f"did you mean {close[0]}? Known are: {known}" if close else f"known are: {known}",
-    )
+    message = f"unknown device {name!r}"
+    help = f"did you mean {close[0]}? Known are: {known}" if close else f"known are: {known}"
+    raise FtcliError.single("FT506", message, exit_code=ExitCode.RECIPE, origin=origin, help=help)
 
 
 def _not_supported(what: str, driver: str, help: str, origin: Origin | None = None) -> FtcliError:
@@ -288,11 +284,7 @@ def _text(path: Path) -> str:
 
 
 def _meminfo(path: Path) -> dict[str, int]:
-    try:
-        lines = path.read_text(encoding="ascii").splitlines()
-    except (OSError, UnicodeDecodeError):
-        return {}
-    pairs = (line.partition(":") for line in lines)
+    pairs = (line.partition(":") for line in _text(path).splitlines())
     return {key: int(rest.split()[0]) * _KIB for key, _, rest in pairs if rest.split() and rest.split()[0].isdigit()}
 
 
@@ -309,8 +301,4 @@ def _cgroup_bytes(path: Path) -> int | None:
 
 
 def _cgroup_stat(path: Path, key: str) -> int:
-    try:
-        lines = path.read_text(encoding="ascii").splitlines()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) for line in lines if line.startswith(f"{key} ")), 0)
+    return next((int(line.split()[1]) for line in _text(path).splitlines() if line.startswith(f"{key} ")), 0)

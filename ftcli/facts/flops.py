@@ -110,7 +110,7 @@ def _delta_net(net: DeltaNet) -> float:
 
 
 def _linear(linears: Iterable[Linear]) -> float:
-    return 2.0 * sum(x.used_elements for x in linears)
+    return 2.0 * sum(x.in_features * x.out_features * x.used for x in linears)
 
 
 def _adapters(adapted: Iterable[LinearAdapter]) -> float:

@@ -43,11 +43,6 @@ class Linear:
         return self.elements + (self.out_features * self.experts if self.bias else 0)
 
     @property
-    def used_elements(self) -> int:
-        """Weight elements that a token is multiplied by."""
-        return self.in_features * self.out_features * self.used
-
-    @property
     def leaf(self) -> str:
         """The last part of the name, as in ``lora.target_modules``."""
         return self.name.rpartition(".")[2]

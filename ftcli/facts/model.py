@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import sys
 from dataclasses import dataclass
-from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +23,7 @@ from ftcli.facts.config_file import (
     read_json,
 )
 from ftcli.facts.language import has_other_parts, multimodal_of, text_values
-from ftcli.facts.shape import ModelShape, shape_of, window_of, windows_of
+from ftcli.facts.shape import ModelShape, shape_of, window_of
 from ftcli.facts.tokenizer import TokenizerFacts, inspect_tokenizer
 from ftcli.facts.weights import WeightFiles, inspect_weights
 from ftcli.paths import expanded, is_file, is_folder
@@ -139,10 +138,6 @@ class ModelFacts:
         """True if training drops elements of what each half of a layer adds (``residual_dropout``)."""
         return bool(self.language.get("residual_dropout"))
 
-    def windowed_layers(self, num_layers: int) -> int:
-        """Number of the first ``num_layers`` layers that have the sliding window, if the model has one."""
-        return sum(window is not None for window in windows_of(self.language, self.family, num_layers))
-
 
 def read_facts(model: ModelConfig, *, offline: bool, origins: Origins, fetch: Fetch = fetch_from_hub) -> ModelFacts:
     """The facts of ``model``; at most one small file is downloaded, and none with ``offline``.
@@ -211,19 +206,14 @@ def _supported_type(raw: JsonMap, name: str, origin: Origin | None) -> str:
         what = names[0] if names else model_type
         if what.endswith(_CLASSIFIER):
             raise _of_a_classifier(raw, name, what, origin)
-        raise preflight_error(
-            "FT309",
-            f"{name} is a {what}; ftcli trains causal language models, and those inside {', '.join(MULTIMODAL)}",
-            origin,
-            help="choose a text model, such as google/gemma-2-2b-it",
-        )
-    if not _transformers_knows(model_type):
-        raise preflight_error(
-            "FT309",
-            f"the installed transformers knows no model_type {model_type!r} ({name})",
-            origin,
-            help="upgrade transformers; models that need trust_remote_code are not supported",
-        )
+        message = f"{name} is a {what}; ftcli trains causal language models, and those inside {', '.join(MULTIMODAL)}"
+        help = "choose a text model, such as google/gemma-2-2b-it"
+        raise preflight_error("FT309", message, origin, help=help)
+    folders = _code_folders(model_type)
+    if folders and not any(map(is_folder, folders)):
+        message = f"the installed transformers knows no model_type {model_type!r} ({name})"
+        help = "upgrade transformers; models that need trust_remote_code are not supported"
+        raise preflight_error("FT309", message, origin, help=help)
     return model_type
 
 
@@ -234,25 +224,19 @@ def _of_a_classifier(raw: JsonMap, name: str, what: str, origin: Origin | None) 
     kind = "a reward model: it scores answers and writes none" if one else "a classifier: it writes no text"
     judge = f"grpo: {{rewards: [{{use: reward_model, model: {name}}}]}}"
     base = "name the language model that it was trained from"
-    return preflight_error(
-        "FT309",
-        f"{name} is a {what}, {kind}",
-        origin,
-        help=f"{base}; to judge answers by it: {judge}" if one else base,
-    )
+    message = f"{name} is a {what}, {kind}"
+    help = f"{base}; to judge answers by it: {judge}" if one else base
+    return preflight_error("FT309", message, origin, help=help)
 
 
-def _transformers_knows(model_type: str) -> bool:
-    # Looks for the folder that holds the model's code: importing transformers' own table would take seconds.
+def _code_folders(model_type: str) -> list[Path]:
+    """Folders in which transformers may have a model's code; none where it is not installed. Importing its own table
+    of models would take seconds.
+    """
     spec = importlib.util.find_spec("transformers")
     if spec is None or not spec.submodule_search_locations:
-        return True
-    return any(is_folder(folder) for folder in _code_folders(spec, model_type))
-
-
-def _code_folders(spec: ModuleSpec, model_type: str) -> list[Path]:
-    """Folders in which transformers may have a model's code."""
-    models = Path(next(iter(spec.submodule_search_locations or ()))) / "models"
+        return []
+    models = Path(next(iter(spec.submodule_search_locations))) / "models"
     stem = model_type.replace("-", "_").lower()
     return [models / name for name in (stem, stem.removesuffix("_text"))]
 
@@ -270,9 +254,7 @@ def has_classifier(model_type: str) -> bool:
 
 def _code_of(model_type: str) -> str:
     """transformers' code of a model as text, which takes milliseconds; importing it would take seconds."""
-    spec = importlib.util.find_spec("transformers")
-    folders = [] if spec is None or not spec.submodule_search_locations else _code_folders(spec, model_type)
-    paths = (folder / f"modeling_{folder.name}.py" for folder in folders)
+    paths = (folder / f"modeling_{folder.name}.py" for folder in _code_folders(model_type))
     return "".join(path.read_text(encoding="utf-8") for path in paths if is_file(path))
 
 
@@ -283,7 +265,11 @@ def _shape(raw: JsonObject, found: ConfigSource, origin: Origin | None) -> Model
     except KeyError as missing:
         raise preflight_error("FT305", f"{path} has no {missing.args[0]}", origin, help=RESTORE) from missing
     except ValueError as problem:
-        raise preflight_error("FT305", f"{path}: {problem}", origin, help=RESTORE) from problem
+        raise _damaged(found, str(problem), origin) from problem
+
+
+def _damaged(found: ConfigSource, what: str, origin: Origin | None) -> FtcliError:
+    return preflight_error("FT305", f"{found.folder / 'config.json'}: {what}", origin, help=RESTORE)
 
 
 def _require_finite(text: JsonMap, found: ConfigSource, origin: Origin | None) -> None:
@@ -296,8 +282,7 @@ def _require_finite(text: JsonMap, found: ConfigSource, origin: Origin | None) -
         if not isinstance(value, int | float) or isinstance(value, bool):
             continue
         if not 0 <= value <= (1 if key in shares else _LARGEST) or (value == 0 and key == "rope factor"):
-            path = found.folder / "config.json"
-            raise preflight_error("FT305", f"{path}: {key} {value} is no number to compute with", origin, help=RESTORE)
+            raise _damaged(found, f"{key} {value} is no number to compute with", origin)
 
 
 def _require_counts(text: JsonMap, found: ConfigSource, origin: Origin | None) -> None:
@@ -306,8 +291,7 @@ def _require_counts(text: JsonMap, found: ConfigSource, origin: Origin | None) -
     """
     positions = text.get("n_positions")  # of families that learn them: a row for each
     if isinstance(positions, int) and positions < 1:
-        message = f"{found.folder / 'config.json'}: n_positions is {positions}, not a positive whole number"
-        raise preflight_error("FT305", message, origin, help=RESTORE)
+        raise _damaged(found, f"n_positions is {positions}, not a positive whole number", origin)
     for key, value in text.items():
         if isinstance(value, int) and abs(value) > sys.float_info.max:
             message = (
@@ -315,8 +299,7 @@ def _require_counts(text: JsonMap, found: ConfigSource, origin: Origin | None) -
             )
             raise preflight_error("FT305", message, origin, help=RESTORE)
         if ("nextn" in key or "mtp" in key) and isinstance(value, int) and abs(value) > _MOST_FURTHER:
-            message = f"{found.folder / 'config.json'}: {key} is {value:,}, more than the {_MOST_FURTHER:,} that can be"
-            raise preflight_error("FT305", message, origin, help=RESTORE)
+            raise _damaged(found, f"{key} is {value:,}, more than the {_MOST_FURTHER:,} that can be", origin)
 
 
 def _rope(raw: JsonMap) -> JsonObject:

@@ -86,12 +86,6 @@ class ModelShape:
         return tuple(layer.attention for layer in self.layers if layer.attention is not None)
 
     @property
-    def shared_key_width(self) -> int:
-        """Features of the keys that layers take from earlier ones, each counted once; of the values as many."""
-        shared = {(each.window, each.key_width) for each in self.attending if each.keys == "shared"}
-        return sum(width for _, width in shared)
-
-    @property
     def delta_nets(self) -> tuple[DeltaNet, ...]:
         return tuple(layer.delta_net for layer in self.layers if layer.delta_net is not None)
 
@@ -127,7 +121,11 @@ class ModelShape:
     @property
     def embedding_parameters(self) -> int:
         """Elements of the token embedding (and of the head, when it is not tied), and of layers' own inputs."""
-        return self.vocab_size * self.hidden_size * (1 if self.tied else 2) + self.layer_input_parameters
+        own = 0
+        if self.layer_input is not None:  # tables, and what is added to them: a linear and a norm
+            rows = self.layer_input.entries + self.hidden_size
+            own = rows * self.layer_input_features + self.layer_input.width
+        return self.vocab_size * self.hidden_size * (1 if self.tied else 2) + own
 
     @property
     def layer_input_features(self) -> int:
@@ -135,30 +133,15 @@ class ModelShape:
         return 0 if self.layer_input is None else self.layer_input.width * self.num_layers
 
     @property
-    def layer_input_parameters(self) -> int:
-        """Elements of the tables of layers' own inputs, and of what is added to them: a linear and a norm."""
-        if self.layer_input is None:
-            return 0
-        return (self.layer_input.entries + self.hidden_size) * self.layer_input_features + self.layer_input.width
-
-    @property
     def norm_parameters(self) -> int:
         """Elements of all norm weights, and of what activations have."""
-        return sum(layer.other_parameters for layer in self.layers) + _norm(self.family, self.hidden_size)
+        last = self.hidden_size * (2 if self.family.norm_bias else 1)
+        return sum(layer.other_parameters for layer in self.layers) + last
 
     @property
     def norms(self) -> Norms:
         """Norms of width hidden_size in a layer."""
-        return _norms(self.family, parallel=self.parallel)
-
-    @property
-    def norm_count(self) -> int:
-        return len(self.norms.names)
-
-    @property
-    def rotated_share(self) -> float:
-        """The share of the layers that attend which rotate queries and keys."""
-        return sum(each.rotary_dim > 0 for each in self.attending) / max(len(self.attending), 1)
+        return PARALLEL if self.parallel else self.family.norms
 
     @property
     def rotates_in_part(self) -> bool:
@@ -244,8 +227,21 @@ def shape_of(config: Config) -> ModelShape | None:
     rotated = _rotated(config, family, windows)
     nets, sparse = _delta_nets(config, family, count), _sparse(config, family, count)
     widths = hidden, intermediate, heads * head_dim, kv_heads * head_dim
+    shape = ModelShape(
+        family=family,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        vocab_size=_whole(config, "vocab_size"),
+        tied=family.tied if tied is None else bool(tied),
+        layers=(),
+        other_parameters=others,
+        parallel=parallel,
+    )
     if family.global_heads:
-        return _varied(config, family, windows, Attention(heads, kv_heads, head_dim, None, rotary_dim), others)
+        return _varied(config, shape, windows)
     mixture = None if family.experts is None else _Mixture.of(config, family.experts, hidden)
     layers = []
     for window, turns, net, has_experts in zip(windows, rotated, nets, sparse, strict=True):
@@ -262,19 +258,8 @@ def shape_of(config: Config) -> ModelShape | None:
             beside += mixture.router_parameters
         linears = _linears(config, family, (hidden, inner, *widths[2:]), groups, own)
         layers.append(Layer(mixer, inner, (*linears, *stacks), groups, beside))
-    return ModelShape(
-        family=family,
-        hidden_size=hidden,
-        intermediate_size=layers[0].mlp_width if len(set(sparse)) == 1 else intermediate,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
-        vocab_size=_whole(config, "vocab_size"),
-        tied=family.tied if tied is None else bool(tied),
-        layers=tuple(layers),
-        other_parameters=others,
-        parallel=parallel,
-    )
+    inner = layers[0].mlp_width if len(set(sparse)) == 1 else intermediate
+    return replace(shape, intermediate_size=inner, layers=tuple(layers))
 
 
 def _as_stated(config: Config, family: Family) -> Family:
@@ -294,13 +279,11 @@ def _is_built_otherwise(config: Config, family: Family) -> bool:
     return stated or other or config.get("use_bidirectional_attention") == "all"
 
 
-def _varied(
-    config: Config, family: Family, windows: tuple[int | None, ...], usual: Attention, others: int
-) -> ModelShape | None:
-    """The shape of a model whose layers differ in their heads, in whether they make keys, and in their MLPs (Gemma-4).
-    None where they differ in more.
+def _varied(config: Config, shape: ModelShape, windows: tuple[int | None, ...]) -> ModelShape | None:
+    """``shape`` with layers that differ in their heads, in whether they make keys, and in their MLPs (Gemma-4). None
+    where they differ in more.
     """
-    types = config.get("layer_types")
+    family, heads, types = shape.family, shape.num_heads, config.get("layer_types")
     count = max(len(windows), len(types) if isinstance(types, list) else 0)  # a model may have its first layers alone
     if count == len(windows):
         windows = (*windows[:-1], None)  # the last layer sees everything, whatever a config says
@@ -310,31 +293,23 @@ def _varied(
     if family.experts is not None and not config.get(str(family.experts.only_if)):
         family = replace(family, experts=None)
     first = count - _at_least(config, str(family.shared_keys), 0)
-    if {window is None for window in windows[max(first, 0) :]} - {
-        window is None for window in windows[: max(first, 0)]
-    }:
+    sees_all = [window is None for window in windows]
+    if set(sees_all[max(first, 0) :]) - set(sees_all[: max(first, 0)]):
         raise ValueError(f"{family.shared_keys} leaves no layer of a kind that makes keys")
     attentions = []
     for at, window in enumerate(windows):
-        kv_heads, head_dim = (_whole(own.get(at, {}), key, getattr(usual, name)) for key, name in _VARIED)
-        if usual.heads % kv_heads:
-            raise ValueError(f"num_attention_heads {usual.heads} is not a multiple of num_key_value_heads {kv_heads}")
+        kv_heads, head_dim = (_whole(own.get(at, {}), key, getattr(shape, name)) for key, name in _VARIED)
+        if heads % kv_heads:
+            raise ValueError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
         one = config.get("attention_k_eq_v") and window is None
         keys: Literal["own", "one", "shared"] = "shared" if at >= first else "one" if one else "own"
-        attentions.append(Attention(usual.heads, kv_heads, head_dim, window, head_dim, keys=keys))
+        attentions.append(Attention(heads, kv_heads, head_dim, window, head_dim, keys=keys))
     inputs = 0 if family.layer_input is None else _at_least(config, family.layer_input, 0)
-    tied = config.get("tie_word_embeddings")
-    return ModelShape(
+    return replace(
+        shape,
         family=family,
-        hidden_size=_whole(config, "hidden_size"),
         intermediate_size=_whole(config, "intermediate_size"),
-        num_heads=usual.heads,
-        num_kv_heads=usual.kv_heads,
-        head_dim=usual.head_dim,
-        vocab_size=_whole(config, "vocab_size"),
-        tied=family.tied if tied is None else bool(tied),
         layers=tuple(_varied_layer(config, family, each, inputs) for each in attentions),
-        other_parameters=others,
         layer_input=LayerTable(_whole(config, "vocab_size_per_layer_input", 262_144), inputs) if inputs else None,
     )
 
@@ -371,7 +346,7 @@ def _varied_layer(config: Config, family: Family, attention: Attention, inputs: 
 
 
 #: The config's names of what layers of one model may differ in, and ours.
-_VARIED = (("num_key_value_heads", "kv_heads"), ("head_dim", "head_dim"))
+_VARIED = (("num_key_value_heads", "num_kv_heads"), ("head_dim", "head_dim"))
 
 
 def window_of(config: Config, family: Family | None) -> int | None:
@@ -438,17 +413,10 @@ def _stated(config: Config, asked: bool | str) -> bool:
     return bool(config.get(asked)) if isinstance(asked, str) else asked
 
 
-def _norms(family: Family, *, parallel: bool) -> Norms:
-    return PARALLEL if parallel else family.norms
-
-
-def _norm(family: Family, width: int) -> int:
-    return width * (2 if family.norm_bias else 1)
-
-
 def _norm_parameters(family: Family, hidden: int, inner: int, *, parallel: bool) -> int:
     """Elements of the norms of a layer, but those of queries and keys, and of its activation."""
-    total = len(_norms(family, parallel=parallel).names) * _norm(family, hidden)
+    count = len((PARALLEL if parallel else family.norms).names)
+    total = count * hidden * (2 if family.norm_bias else 1)
     return total + family.activation_parameters + (hidden + inner if family.sub_norms else 0)
 
 

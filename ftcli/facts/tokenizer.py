@@ -39,12 +39,9 @@ def inspect_tokenizer(folder: Path, origin: Origin | None) -> TokenizerFacts:
     if closed is not None:
         raise preflight_error("FT321", f"{folder} cannot be read: {closed}", origin, help=OPEN_IT)
     if not path.is_file() and not any((folder / name).is_file() for name in _OTHER_FILES):
-        raise preflight_error(
-            "FT321",
-            f"no tokenizer in {folder}",
-            origin,
-            help="copy the model's tokenizer files into it, name another with model.tokenizer, or use `bytes`",
-        )
+        message = f"no tokenizer in {folder}"
+        help = "copy the model's tokenizer files into it, name another with model.tokenizer, or use `bytes`"
+        raise preflight_error("FT321", message, origin, help=help)
     config = read_json(path, origin) if path.is_file() else {}
     specials = folder / "special_tokens_map.json"
     config = {**(read_json(specials, origin) if specials.is_file() else {}), **config}
@@ -105,12 +102,9 @@ def foreign_tokens(ours: Mapping[int, str], theirs: Mapping[int, str], ids: Iter
 
 def foreign_tokens_finding(name: str, said: str, origin: Origin | None = None) -> Finding:
     """FT326 for another model that would read other tokens than the trained one; ``said`` by :func:`foreign_tokens`."""
-    return Finding(
-        "FT326",
-        f"{name} does not have the tokens of the model that is trained: {said}",
-        origin,
-        "compare with a model of the same tokenizer, such as another fine-tune of the same base",
-    )
+    message = f"{name} does not have the tokens of the model that is trained: {said}"
+    help = "compare with a model of the same tokenizer, such as another fine-tune of the same base"
+    return Finding("FT326", message, origin, help)
 
 
 def _text(value: Any) -> str | None:
@@ -126,9 +120,6 @@ def no_stop_finding(where: str, origin: Origin | None = None) -> Finding:
 
 def no_template_finding(origin: Origin | None) -> Finding:
     """FT421 for conversations under a tokenizer without a chat template."""
-    return Finding(
-        "FT421",
-        "the tokenizer has no chat template, so a conversation has no defined text",
-        origin,
-        "name one with data.chat_template, or train on rows of format prompt_completion or text",
-    )
+    message = "the tokenizer has no chat template, so a conversation has no defined text"
+    help = "name one with data.chat_template, or train on rows of format prompt_completion or text"
+    return Finding("FT421", message, origin, help)

@@ -15,12 +15,11 @@ from typing import TypeVar
 import torch
 from ftkernels.causal_conv import causal_conv, inputs_at
 from ftkernels.decode_attention import Pages, SharedPages, decode_attention
-from ftkernels.delta_gates import delta_gates
+from ftkernels.delta_gates import delta_gates, gated_norm
 from ftkernels.delta_net import NetSizes, NetWeights, heads_of, parts_of
 from ftkernels.delta_rule import delta_rule_ends
 from ftkernels.delta_step import conv_step, delta_step
 from ftkernels.device import BackendName
-from ftkernels.gated_norm import gated_norm
 from ftkernels.latent_decode import decode_latents
 from ftkernels.limits import CACHE_PAGE
 from torch import Tensor
@@ -228,7 +227,7 @@ class Prefill:
         parts = parts_of(joined, sizes)
         last = inputs_at(parts.mixed, weights.filter.shape[1], ends, starts)
         pools.inputs.index_copy_(0, prompts.slots, last.to(pools.inputs.dtype))
-        filtered = causal_conv(parts.mixed, weights.filter, weights.filter_bias, starts=starts, backend=backend).out
+        filtered = causal_conv(parts.mixed, weights.filter, weights.filter_bias, starts=starts, backend=backend)
         gates = delta_gates(parts.decay, parts.strength, weights.a_log, weights.dt_bias, backend=backend)
         made = delta_rule_ends(*heads_of(filtered, sizes), *gates, ends, starts=starts, backend=backend)
         pools.matrices.index_copy_(0, prompts.slots, _given(made.last))

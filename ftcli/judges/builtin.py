@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -76,45 +77,34 @@ def missing_answer(reward: RewardConfig, columns: Collection[str]) -> Finding | 
     return Finding("FT453", message, help=help)
 
 
+def _each(one: Callable[[str, str], Verdict]) -> Scorer:
+    """Scores completions one by one, each with its answer, "" where there is none."""
+    return lambda completions, answers: [one(*pair) for pair in zip_longest(completions, answers, fillvalue="")]
+
+
 def exact_match(extract: str | None = None) -> Scorer:
     """Passes where a completion is the answer, surrounding space aside.
 
     With ``extract``, a regular expression, only its first group is compared (all that matches, where it has no group).
     """
     expression = Pattern(extract) if extract is not None else None
-
-    def score(completions: Sequence[str], answers: Sequence[str]) -> list[Verdict]:
-        return [_matches(text, answer, expression) for text, answer in zip(completions, answers, strict=True)]
-
-    return score
+    return _each(lambda text, answer: _matches(text, answer, expression))
 
 
 def contains() -> Scorer:
     """Passes where the answer, without surrounding space, is somewhere in the completion."""
-
-    def score(completions: Sequence[str], answers: Sequence[str]) -> list[Verdict]:
-        return [float(answer.strip() in text) for text, answer in zip(completions, answers, strict=True)]
-
-    return score
+    return _each(lambda text, answer: float(answer.strip() in text))
 
 
 def regex(pattern: str) -> Scorer:
     """Passes where ``pattern`` is found (:meth:`ftcli.judges.builtin.Pattern.search`)."""
     expression = Pattern(pattern)
-
-    def score(completions: Sequence[str], answers: Sequence[str]) -> list[Verdict]:
-        return [_found(text, expression) for text in completions]
-
-    return score
+    return _each(lambda text, _: _found(text, expression))
 
 
 def length(max_chars: int, min_chars: int = 0) -> Scorer:
     """Passes for at least ``min_chars`` and at most ``max_chars`` characters, surrounding space aside."""
-
-    def score(completions: Sequence[str], answers: Sequence[str]) -> list[Verdict]:
-        return [float(min_chars <= len(text.strip()) <= max_chars) for text in completions]
-
-    return score
+    return _each(lambda text, _: float(min_chars <= len(text.strip()) <= max_chars))
 
 
 _GIVEN_UP = FailedJudgement(f"has an expression that was given up after {SECONDS:g} s")
@@ -166,11 +156,7 @@ def json_valid(json_schema: str | JsonObject | None = None) -> Scorer:
     except NoSchema as error:
         help = "correct the schema; what a `$ref` names has to be under its own `$defs`"
         raise FtcliError.single("FT280", f"json_schema {error}", help=help) from error
-
-    def score(completions: Sequence[str], answers: Sequence[str]) -> list[Verdict]:
-        return [_fits(text, validator) for text in completions]
-
-    return score
+    return _each(lambda text, _: _fits(text, validator))
 
 
 def validator_of(json_schema: str | JsonObject) -> Validator:

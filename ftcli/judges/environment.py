@@ -204,6 +204,12 @@ class EnvironmentPool:
         """Work that waits for an instance, beside everything else."""
         return self._threads.submit(work, *given)
 
+    def close(self) -> None:
+        """Ends all instances, whatever they do: the program's own end waits for the threads that wait for them."""
+        for one in self._instances:
+            one.worker.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
     def failure(self, why: str, help: str = "make an instance in Python yourself, and fix what it says") -> FtcliError:
         """An error that ends the run."""
         message = f"the environment {self._spec} {why}"

@@ -69,9 +69,12 @@ class Worker:
         self._text = source.path.read_bytes()  # what every process of this command loads
         #: Processes so far: what an earlier one has made is gone.
         self.starts = 0
+        self._closed = False
         self._start()
 
     def _start(self) -> None:
+        if self._closed:
+            raise WorkerGone("has ended with the command")
         self.starts += 1
         source = self._source
         ours, theirs = socket.socketpair()
@@ -203,6 +206,11 @@ class Worker:
 
     def end(self) -> None:
         """Kills the process and all that it has started; the next call starts another."""
+        self._end()
+
+    def close(self) -> None:
+        """Ends the process for good: a thread that waits for it is told that it is gone, and starts no other."""
+        self._closed = True
         self._end()
 
     def _send(self, message: JsonMap, seconds: float) -> None:

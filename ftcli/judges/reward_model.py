@@ -113,13 +113,11 @@ class _Classifier:
 
     def _scores(self, rows: Sequence[list[int]]) -> list[float]:
         import torch
+        from torch.nn.utils.rnn import pad_sequence
 
-        width = max(len(row) for row in rows)
-        ids = torch.full((len(rows), width), int(self._model.config.pad_token_id))
-        mask = torch.zeros_like(ids)
-        for at, row in enumerate(rows):
-            ids[at, : len(row)] = torch.tensor(row)
-            mask[at, : len(row)] = 1
+        tensors = [torch.tensor(row) for row in rows]
+        ids = pad_sequence(tensors, True, int(self._model.config.pad_token_id))
+        mask = pad_sequence([torch.ones_like(row) for row in tensors], True)
         with torch.no_grad():
             found = self._model(input_ids=ids.to(self._device), attention_mask=mask.to(self._device)).logits
         return [float(score) for score in found.float().squeeze(-1)]

@@ -319,12 +319,11 @@ def _on_meta(layer: nn.Module, shards: RankShards) -> dict[str, tuple[torch.Size
 
 def _load(layer: nn.Module, kept: Mapping[str, tuple[torch.Size, Tensor]], mesh: DeviceMesh) -> None:
     """Gives a layer that was sharded on ``meta`` its shards."""
-    state = {name: as_dtensor(rows, mesh, shape, _strides(shape)) for name, (shape, rows) in kept.items()}
+    state = {
+        name: as_dtensor(rows, mesh, shape, torch.empty(shape, device="meta").stride())
+        for name, (shape, rows) in kept.items()
+    }
     layer.load_state_dict(state, strict=False, assign=True)
-
-
-def _strides(shape: torch.Size) -> tuple[int, ...]:
-    return torch.empty(shape, device="meta").stride()
 
 
 def _require_same(layer: Any, whole: Mapping[str, Tensor], policy: MixedPrecisionPolicy) -> None:

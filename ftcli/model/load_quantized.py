@@ -186,7 +186,8 @@ def load_quantized(
     """
     # A checkpoint that is quantized already keeps some layers in full precision on purpose (llm_int8_skip_modules).
     raw = config.to_dict()
-    gguf = _gguf_of(source, holding.settings)
+    # The GGUF file of a folder without other weights, where the method reads it.
+    gguf = inspect_weights(Path(source)).gguf if quantizations.row(holding.settings.method).reads_gguf else None
     stored_quantized = gguf is None and stores_packed(raw, holding.settings)
     model = _hollow(config, holding.dtype, attention)
     compute_buffers(model, holding.device)
@@ -284,11 +285,6 @@ def _give_memory(module: nn.Module, device: torch.device, shared: dict[nn.Parame
                 undrawn = float("nan") if parameter.is_floating_point() else 0
                 shared[parameter] = nn.Parameter(torch.full_like(parameter, undrawn, device=device))
             module._parameters[name] = shared[parameter]
-
-
-def _gguf_of(source: str, settings: QuantizationConfig) -> Path | None:
-    """The GGUF file of a folder without other weights, where the method reads it."""
-    return inspect_weights(Path(source)).gguf if quantizations.row(settings.method).reads_gguf else None
 
 
 def _tensors(

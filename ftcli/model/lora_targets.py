@@ -256,10 +256,7 @@ def require_possible(lora: LoraConfig, targets: Targets) -> None:
 
 
 def planned_adapters(
-    model: PreTrainedModel,
-    lora: LoraConfig,
-    quantized: Collection[str] = frozenset(),
-    parts: Sequence[TrainedPart] = LANGUAGE,
+    model: PreTrainedModel, lora: LoraConfig, quantized: Collection[str] = frozenset()
 ) -> PlannedAdapters:
     """Counts the layers and parameters that ``lora`` trains in ``model``, which may be on ``meta`` and is not changed.
 
@@ -270,7 +267,7 @@ def planned_adapters(
         FtcliError: FT311 to FT314 (exit 3) for names that mean nothing here or cannot be trained; as
             :func:`require_possible`.
     """
-    targets = chosen(resolve_targets(model, lora.target_modules, quantized, experts=lora.experts, parts=parts), lora)
+    targets = chosen(resolve_targets(model, lora.target_modules, quantized, experts=lora.experts), lora)
     require_possible(lora, targets)
     saved = resolve_saved(model, lora.modules_to_save)
     trained = {id(p): p.numel() for n, m in model.named_modules() for p in m.parameters() if n.endswith(tuple(saved))}

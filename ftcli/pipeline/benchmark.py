@@ -11,22 +11,10 @@ from ftcli.config.load import LoadedRecipe
 from ftcli.config.recipe import Recipe
 from ftcli.config.training import LoggingConfig
 from ftcli.data.lengths import Lengths, lengths_of
-from ftcli.pipeline.bench_result import (
-    BenchOptions,
-    BenchResult,
-    Measured,
-    arithmetic_bound,
-    flops_of,
-    operations_per_token,
-    predicted_memory,
-    rates_of_ranks,
-    stored_rate,
-    timed_batches,
-    timed_tokens,
-    timing,
-    tokens_per_second,
-)
+from ftcli.pipeline import bench_result
+from ftcli.pipeline.bench_result import BenchOptions, BenchResult, Measured
 from ftcli.pipeline.launch import launched, over_ranks
+from ftcli.plain import JsonObject
 from ftcli.preflight.checks.context import Command
 from ftcli.preflight.report import PreflightReport
 from ftcli.preflight.stages import checked
@@ -75,8 +63,10 @@ def bench_step(
         measured = _measure_evaluation(report, session, options, sizes)
     else:
         measured = _measure(report, session, options, sizes, group)
-    flops = _with_reference(flops_of(report, options, sizes, left_out), report, sizes, options)
-    stored = stored_rate(flops, report, options)
+        if (reason := without_graphs(loaded.recipe, recipe)) is not None:
+            measured = replace(measured, cuda_graphs=reason)
+    flops = _with_reference(bench_result.flops_of(report, options, sizes, left_out), report, sizes, options)
+    stored = bench_result.stored_rate(flops, report, options)
     return BenchResult(
         recipe=str(loaded.path),
         mode="evaluation" if options.evaluation else "training",
@@ -91,14 +81,22 @@ def bench_step(
         uncheckpointed_layers=left_out,
         measured=measured,
         stored=stored,
-        predicted=predicted_memory(report, options),
-        bound=arithmetic_bound(
-            operations_per_token(flops, recipe, options),
+        predicted=bench_result.predicted_memory(report, options),
+        bound=bench_result.arithmetic_bound(
+            bench_result.operations_per_token(flops, recipe, options),
             measured.timing.tokens_per_second,
             measured.matmul_tflops,
             stored,
         ),
     )
+
+
+def without_graphs(asked: Recipe, timed: Recipe) -> str | None:
+    """The reason why steps are timed without the graphs that the recipe asks for; None if the recipe's own will do."""
+    if not asked.train.cuda_graphs or timed.train.cuda_graphs:
+        return None
+    tokens = timed.train.per_device_train_batch_size * timed.data.max_seq_len
+    return f"a micro-batch of {tokens:,} tokens keeps the GPU busy"
 
 
 def _checked(loaded: LoadedRecipe, session: Session, options: BenchOptions) -> PreflightReport:
@@ -114,8 +112,7 @@ def _checked(loaded: LoadedRecipe, session: Session, options: BenchOptions) -> P
     plan = report.plan
     if options.lengths is None and plan.trains and plan.graphed and not plan.wholly_graphed:
         # All micro-batches are of the largest size, which no graph takes.
-        train = shortened.recipe.train.model_copy(update={"cuda_graphs": False})
-        shortened = replace(shortened, recipe=shortened.recipe.model_copy(update={"train": train}))
+        shortened = replace(shortened, recipe=shortened.recipe.changed({"train.cuda_graphs": False}))
         report = checked(shortened, session, command, prompt_tokens=prompt)
     if report.checkpointing.requested == "auto":
         session.reporter.info(f"gradient_checkpointing: {report.checkpointing}")
@@ -142,44 +139,32 @@ def bench_recipe(recipe: Recipe, options: BenchOptions) -> Recipe:
     """
     method = _timed(recipe, options)
     own = method == recipe.train.method
-    model = recipe.model.model_copy(update={"init": "random", "tokenizer": "bytes"})
-    layout = recipe.data.format if own and method != _SUPERVISED else "auto"
-    data = recipe.data.model_copy(update={"max_seq_len": options.seq or recipe.data.max_seq_len, "format": layout})
-    train = recipe.train.model_copy(
-        update={
-            "method": method,
-            "max_steps": _steps(recipe, options),
-            "per_device_train_batch_size": options.batch or recipe.train.per_device_train_batch_size,
-            "gradient_accumulation_steps": 1,
-            "warmup_steps": 0.0,
-            "lr_scheduler_type": schedules.CONSTANT,
-            "lr_scheduler_kwargs": {},
-        }
-    )
-    logging = LoggingConfig(every_steps=options.steps + 1)
+    batch = options.batch or recipe.train.per_device_train_batch_size
+    changes: JsonObject = {
+        "model.init": "random",
+        "model.tokenizer": "bytes",
+        "data.max_seq_len": options.seq or recipe.data.max_seq_len,
+        "data.format": recipe.data.format if own and method != _SUPERVISED else "auto",
+        "train.method": method,
+        "train.max_steps": _steps(recipe, options),
+        "train.per_device_train_batch_size": batch,
+        "train.gradient_accumulation_steps": 1,
+        "train.warmup_steps": 0.0,
+        "train.lr_scheduler_type": schedules.CONSTANT,
+        "train.lr_scheduler_kwargs": {},
+        "logging": LoggingConfig(every_steps=options.steps + 1),
+        "eval.every_steps": None,
+        "eval.per_device_eval_batch_size": batch,
+        "eval.tasks": (),
+        "checkpoint.every_steps": None,
+    }
     if not options.evaluation:
-        data = data.model_copy(update={"eval": ()})
-    preference = recipe.preference
-    if own and preference is not None:
-        preference = _timed_preference(recipe, preference)
-    return recipe.model_copy(
-        update={
-            "model": model,
-            "preference": preference,
-            "data": data,
-            "train": train,
-            "logging": logging,
-            "eval": recipe.eval.model_copy(
-                update={
-                    "every_steps": None,
-                    "per_device_eval_batch_size": train.per_device_train_batch_size,
-                    "tasks": (),
-                }
-            ),
-            "checkpoint": recipe.checkpoint.model_copy(update={"every_steps": None}),
-            **{section: None for section in methods.sections() if not own},
-        }
-    )
+        changes["data.eval"] = ()
+    if not own:
+        changes |= dict.fromkeys(methods.sections())
+    elif recipe.preference is not None:
+        changes["preference"] = _timed_preference(recipe, recipe.preference)
+    return recipe.changed(changes)
 
 
 def _timed_preference(recipe: Recipe, preference: PreferenceConfig) -> PreferenceConfig:
@@ -280,15 +265,19 @@ def _measure(
     units = [unit for batch in trainer.objective.order(0) for unit in batch]
     ordered = [-(-size // shared) for unit in units for size in _lengths(epochs, unit, batches)]
     batch = _rows(job.recipe)
-    micro_batches = timed_batches(ordered[alone * batch :], batch, options)
+    micro_batches = bench_result.timed_batches(ordered[alone * batch :], batch, options)
     memory, peak = report.memory, trainer.peak_memory_bytes()
     several = None
     if group is not None:
-        before = tokens_per_second(timed_batches(ordered, batch, options), by_itself.steady) if alone else None
-        several = rates_of_ranks(group, before, micro_batches, together.steady, peak)
+        before = (
+            bench_result.tokens_per_second(bench_result.timed_batches(ordered, batch, options), by_itself.steady)
+            if alone
+            else None
+        )
+        several = bench_result.rates_of_ranks(group, before, micro_batches, together.steady, peak)
     return Measured(
-        timing=timing(micro_batches, times.first, together.steady, options, peak, report.plan.method.unit),
-        computing=timed_tokens(micro_batches, batches, together.steady),
+        timing=bench_result.timing(micro_batches, times.first, together.steady, options, peak, report.plan.method.unit),
+        computing=bench_result.timed_tokens(micro_batches, batches, together.steady),
         device_memory=device_memory(job.device),
         matmul_tflops=rate / 1e12,
         profile=None if profiler is None else profiler.table(),
@@ -372,10 +361,10 @@ def _measure_evaluation(
         began = time.perf_counter()
         evaluator.loss_of(model, rows[step * batch : (step + 1) * batch])  # waits for the device: it gives numbers
         seconds.append(time.perf_counter() - began)
-    micro_batches, steady = timed_batches(sizes, batch, options), seconds[1:] or seconds
+    micro_batches, steady = bench_result.timed_batches(sizes, batch, options), seconds[1:] or seconds
     return Measured(
-        timing=timing(micro_batches, seconds[0], steady, options, peak_memory_bytes()),
-        computing=timed_tokens(micro_batches, job.batches(model), steady),
+        timing=bench_result.timing(micro_batches, seconds[0], steady, options, peak_memory_bytes()),
+        computing=bench_result.timed_tokens(micro_batches, job.batches(model), steady),
         device_memory=None,
         matmul_tflops=rate / 1e12,
         profile=None,

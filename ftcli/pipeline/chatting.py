@@ -194,8 +194,8 @@ def open_chat(loaded: LoadedRecipe, session: Session, run_dir: Path, options: Ch
     chosen = None if run is None else checkpoint_of(run, options.checkpoint, session.reporter)
     weights = None if run is None or options.base else chosen or result_of(run, session.reporter)
     # Without what is held out: nothing of it is read, and one row is in the model at a time.
-    held_out = loaded.recipe.eval.model_copy(update={"tasks": (), "lm_eval": (), "per_device_eval_batch_size": 1})
-    report = checked(replace(loaded, recipe=loaded.recipe.model_copy(update={"eval": held_out})), session, "chat")
+    recipe = loaded.recipe.changed({"eval.tasks": (), "eval.lm_eval": (), "eval.per_device_eval_batch_size": 1})
+    report = checked(replace(loaded, recipe=recipe), session, "chat")
     from ftcli.evaluate.generate import listening
     from ftcli.job import open_job
 

@@ -84,5 +84,4 @@ def over_ranks(loaded: LoadedRecipe, place: Place | None) -> LoadedRecipe:
         message = f"launch.num_processes is {launch.num_processes}, and {place.size} processes were started"
         help = "leave launch.num_processes out under torchrun: it says how many there are"
         raise FtcliError.single("FT517", message, help=help)
-    changed = launch.model_copy(update={"num_processes": place.size})
-    return replace(loaded, recipe=loaded.recipe.model_copy(update={"launch": changed}))
+    return replace(loaded, recipe=loaded.recipe.changed({"launch.num_processes": place.size}))

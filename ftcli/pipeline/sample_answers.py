@@ -321,7 +321,8 @@ class AnswerFiles:
         reporter, each = self._job.reporter, self._drawing.num_generations
         judged_otherwise = self._folder.begin(drawn, self._scorer.settings(), replace=replace)
         path, keys, group = self._folder.path, self._keys, self._group
-        answered, scored = partial(self._holds, "answers", _is_answer), partial(self._holds, "scores", _is_score)
+        answered = partial(self._holds, "answers", _is_answer)
+        scored = partial(self._holds, "scores", lambda value: value is None or is_number(value))
         self._answers = GroupLog(path / ANSWERS, keys, group, answered, replace=replace)
         drawn_before = keys[: self._answers.count]
         self._scores = GroupLog(path / SCORES, drawn_before, group, scored, replace=replace, alone=True)
@@ -331,7 +332,9 @@ class AnswerFiles:
         self._judge_drawn()
         if self._answers.count == len(self._keys):
             return None
-        sampler = self._sampler()
+        self._scorer.load()
+        model = model_that_answers(self._job, self._run, self._weights)
+        sampler = Sampler(model, self._job, self._drawing, self._asked)
         tokens, seconds = 0, 0.0
         left = (len(self._keys) - self._answers.count) * each
         with reporter.progress(left, "sampling") as progress:
@@ -381,11 +384,6 @@ class AnswerFiles:
             for at, group, more in zip(places, scored, parts, strict=True)
         )
 
-    def _sampler(self) -> Sampler:
-        self._scorer.load()
-        model = model_that_answers(self._job, self._run, self._weights)
-        return Sampler(model, self._job, self._drawing, self._asked)
-
     def read(self) -> Iterator[tuple[RenderedPrompt, list[DrawnAnswer], list[float | None]]]:
         """Each prompt with its answers and their scores."""
         every = range(len(self._keys))
@@ -402,10 +400,6 @@ def answers_in(record: JsonMap) -> list[DrawnAnswer]:
         )
         for one in record["answers"]
     ]
-
-
-def _is_score(value: object) -> bool:
-    return value is None or is_number(value)
 
 
 def _is_answer(record: object) -> bool:

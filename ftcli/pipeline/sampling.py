@@ -88,14 +88,16 @@ def _for_sampling(recipe: Recipe, options: SampleOptions) -> Recipe:
     """The recipe whose evaluation generates as asked, and reads nothing else than the prompts."""
     own, grpo = recipe.eval.generate, recipe.grpo
     longest = own.max_new_tokens if grpo is None else grpo.max_completion_length
-    changes: JsonObject = {
-        "max_new_tokens": options.max_new_tokens or longest,
-        "do_sample": True,
-        "overflow": "end",  # an answer to more than data.max_seq_len could not be learnt
-        "stop_strings": own.stop_strings if grpo is None else grpo.stop_strings,
-    }
-    evaluation = recipe.eval.model_copy(update={"generate": own.model_copy(update=changes), "lm_eval": ()})
-    return recipe.model_copy(update={"eval": evaluation, "data": recipe.data.model_copy(update={"eval": ()})})
+    return recipe.changed(
+        {
+            "eval.generate.max_new_tokens": options.max_new_tokens or longest,
+            "eval.generate.do_sample": True,
+            "eval.generate.overflow": "end",  # an answer to more than data.max_seq_len could not be learnt
+            "eval.generate.stop_strings": own.stop_strings if grpo is None else grpo.stop_strings,
+            "eval.lm_eval": (),
+            "data.eval": (),
+        }
+    )
 
 
 def _refuse_contradictions(recipe: Recipe, options: SampleOptions) -> None:

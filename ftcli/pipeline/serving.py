@@ -98,9 +98,7 @@ def check_server(loaded: LoadedRecipe, session: Session, run_dir: Path, options:
     server = Server(options.url, options.key)
     name = server.model_named(options.model)
     # Prompts are never cut: a server would be asked something else.
-    data = loaded.recipe.data.model_copy(update={"overlong": "drop"})
-    held_out = loaded.recipe.eval.model_copy(update={"tasks": (), "lm_eval": ()})
-    recipe = loaded.recipe.model_copy(update={"data": data, "eval": held_out})
+    recipe = loaded.recipe.changed({"data.overlong": "drop", "eval.tasks": (), "eval.lm_eval": ()})
     report = checked(replace(loaded, recipe=recipe), session, "chat")
     from ftcli.job import open_job
 

@@ -28,7 +28,7 @@ from ftcli.facts.device import DeviceFacts
 from ftcli.facts.flops import step_flops
 from ftcli.facts.generation import batch_dependent_rope, why_no_engine
 from ftcli.facts.model import ModelFacts
-from ftcli.facts.shape import ModelShape
+from ftcli.facts.shape import ModelShape, windows_of
 from ftcli.plan.attention import AttentionCall, AttentionChoice, choose_attention
 from ftcli.plan.batches import Batches, choose_batches
 from ftcli.plan.precision import DtypePlan
@@ -365,7 +365,7 @@ def _attention_parts(
         row(f"attention, window {facts.sliding_window}", _attention(facts, dtypes, device, windowed=True, drops=drops))
     ]
     layers = 0 if facts.shape is None else facts.shape.num_layers
-    if facts.windowed_layers(layers) < layers:
+    if None in windows_of(facts.language, facts.family, layers):
         rows += [row("attention, global", everywhere), *apart]
     return rows
 

@@ -67,9 +67,9 @@ def plan_dtypes(recipe: Recipe, device: DeviceFacts) -> DtypePlan:
     LoRA keeps the frozen base in the compute dtype and its adapters in float32; full fine-tuning keeps all parameters
     in float32, since an update is often smaller than half a bfloat16 step. With ``train.pure_bf16`` parameters and
     gradients are in bfloat16, and the optimizer computes in float32 and rounds; with ``train.bf16_gradients`` only the
-    gradients of matrices are. All compute under autocast unless the
-    compute dtype is float32. float16 ends at 6e-8 where bfloat16 reaches 1e-38, so its losses are scaled. What the
-    device lacks is not corrected here: ``checks.machine`` reports it.
+    gradients of matrices are. All compute under autocast unless the compute dtype is float32. float16 ends at 6e-8
+    where bfloat16 reaches 1e-38, so its losses are scaled. What the device lacks is not corrected here:
+    ``checks.machine`` reports it.
     """
     compute, reason = _compute(recipe.model.dtype, device)
     autocast, scaled = compute != "float32", compute == "float16"

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Literal, TypeAlias
 
 from ftkernels.limits import log_prob_bytes
-from pydantic import BaseModel
 
 from ftcli.config.load import Settings
 from ftcli.config.model import ModelConfig, QuantizationConfig
@@ -27,8 +26,6 @@ from ftcli.tables import code_of, optimizers, policies
 from ftcli.tables.images import LANGUAGE
 from ftcli.tables.methods import Method
 from ftcli.tables.policies import Policy, PolicyName
-
-_M = TypeVar("_M", bound=BaseModel)
 
 #: A model's sizes: computed from its family's description, or measured (:attr:`RunPlan.described`).
 Sizes: TypeAlias = ModelShape | MeasuredModel
@@ -68,8 +65,7 @@ class OtherModel:
 
     def in_place(self, recipe: Recipe) -> Recipe:
         """The recipe with it in the trained model's place."""
-        changed = {"model": self.model, "quantization": self.quantization or recipe.quantization}
-        return recipe.model_copy(update=changed)
+        return recipe.changed({"model": self.model, "quantization": self.quantization or recipe.quantization})
 
 
 @dataclass(frozen=True)
@@ -368,20 +364,12 @@ class RunPlan:
 
     def changed(self, settings: Settings) -> RunPlan:
         """The same setup with dotted keys of the recipe set. The values are not validated."""
-        recipe = self.recipe
-        for key, value in settings.items():
-            recipe = _set(recipe, key.split("."), value)
-        return replace(self, recipe=recipe)
+        return replace(self, recipe=self.recipe.changed(settings))
 
     def under(self, name: PolicyName, uncheckpointed: int | None = None) -> RunPlan:
         """The same setup under a checkpointing policy; None leaves the number of ``uncheckpointed`` layers as it is."""
         left_out = {} if uncheckpointed is None else {"train.uncheckpointed_layers": uncheckpointed}
         return self.changed({"train.gradient_checkpointing": name, **left_out})
-
-
-def _set(model: _M, parts: list[str], value: Any) -> _M:
-    head, *rest = parts
-    return model.model_copy(update={head: _set(getattr(model, head), rest, value) if rest else value})
 
 
 def memory_of_rows(plan: RunPlan) -> MethodMemory:

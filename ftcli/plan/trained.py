@@ -48,11 +48,6 @@ class TrainedParameters:
     elements: int
     matrices: tuple[TrainedMatrices, ...]
 
-    @property
-    def by_autocast(self) -> int:
-        """Elements of linear layers, which autocast casts: of all but embedding, head and vectors."""
-        return sum(m.elements * m.count for m in self.matrices if m.part == "hidden")
-
     def with_others(self, others: TrainedParameters) -> TrainedParameters:
         """These, and others beside them."""
         return TrainedParameters(self.elements + others.elements, (*self.matrices, *others.matrices))

@@ -72,7 +72,10 @@ class PreflightReport:
             "disk": self.disk,
             "host_memory": self.host,
             "asked": None if self.asked is None else self.asked.as_dict(),
-            "findings": [_finding_dict(finding) for finding in self.findings],
+            "findings": [
+                {**plain_fields(each), "origin": None if each.origin is None else str(each.origin)}
+                for each in self.findings
+            ],
             "not_made": self.not_made,
         }
 
@@ -88,7 +91,3 @@ def _model_dict(facts: ModelFacts) -> JsonObject:
         "sliding_window": facts.sliding_window,
         "vocab_size": facts.vocab_size,
     }
-
-
-def _finding_dict(finding: Finding) -> JsonObject:
-    return {**plain_fields(finding), "origin": None if finding.origin is None else str(finding.origin)}

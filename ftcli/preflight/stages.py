@@ -172,8 +172,9 @@ def with_sources(context: Context, session: Session) -> Recipe:
 
     Raises FtcliError FT407 or FT410 (exit 4).
     """
-    held = context.recipe.data.with_held_out() if context.held_out_is_read else context.recipe.data
-    recipe = context.recipe.model_copy(update={"data": held})
+    recipe = context.recipe
+    if context.trains or context.command in ("eval", "sample"):
+        recipe = recipe.changed({"data": recipe.data.with_held_out()})
     largest = _LOOKED_AT if context.command == "check" else None
     most = round(recipe.data.remote_cache_gib * GIB)
     remote = RemoteData(session.cache_dir, session.reporter, offline=session.offline, most_bytes=most, largest=largest)

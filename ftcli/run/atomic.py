@@ -47,13 +47,12 @@ def storage_error(error: OSError, path: Path) -> FtcliError:
     """The typed form of a failed write: FT724 when the disk is full, FT723 otherwise."""
     reason = error.strerror or str(error)
     if error.errno in _FULL:
-        return FtcliError.single(
-            "FT724",
-            f"no space left while writing {path}: {reason}",
-            exit_code=ExitCode.PREFLIGHT,
-            help="free disk space or lower checkpoint.keep_last; what was complete before is still there, "
-            "and the run resumes from it",
+        message = f"no space left while writing {path}: {reason}"
+        help = (
+            "free disk space or lower checkpoint.keep_last; what was complete before is still there, "
+            "and the run resumes from it"
         )
+        return FtcliError.single("FT724", message, exit_code=ExitCode.PREFLIGHT, help=help)
     help = "check that the folder exists, is writable and is on a mounted disk; or choose another --output-dir"
     return FtcliError.single("FT723", f"cannot write {path}: {reason}", exit_code=ExitCode.PREFLIGHT, help=help)
 

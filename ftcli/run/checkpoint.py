@@ -20,23 +20,7 @@ from typing import Any
 
 from ftcli.errors import Finding, FtcliError
 from ftcli.plain import JsonMap, JsonObject
-from ftcli.run.atomic import (
-    TEMPORARY_PREFIX,
-    TRASH_PREFIX,
-    delete,
-    first_free,
-    json_object_in,
-    open_regular,
-    read_json_object,
-    remove_tree,
-    rename_directory,
-    replace_directory,
-    storage_error,
-    storage_errors,
-    utc_now,
-    write_json,
-    writing_into,
-)
+from ftcli.run import atomic
 
 #: The list of files that makes a folder a checkpoint.
 COMPLETE_NAME = "complete.json"
@@ -100,7 +84,7 @@ def damage(checkpoint: Path, *, thorough: bool = False) -> str | None:
     Small files are compared by SHA-256 as well. With ``thorough`` all files are, which reads every byte.
     """
     try:
-        raw: Any = json_object_in(checkpoint / COMPLETE_NAME)
+        raw: Any = atomic.json_object_in(checkpoint / COMPLETE_NAME)
         return difference(checkpoint, raw["files"], thorough=thorough)
     except FileNotFoundError:
         return f"{COMPLETE_NAME} is missing"
@@ -143,19 +127,19 @@ class Checkpoints:
         """
         if not self.root.is_dir():
             return
-        with storage_errors(self.root):
+        with atomic.storage_errors(self.root):
             for leftover in sorted(self.root.iterdir()):
-                if leftover.name.startswith(TRASH_PREFIX):
+                if leftover.name.startswith(atomic.TRASH_PREFIX):
                     self._restore_or_delete(leftover)
-                elif leftover.name.startswith(TEMPORARY_PREFIX):
-                    delete(leftover)
+                elif leftover.name.startswith(atomic.TEMPORARY_PREFIX):
+                    atomic.delete(leftover)
 
     def _restore_or_delete(self, trash: Path) -> None:
-        match = _NAME.match(trash.name.removeprefix(TRASH_PREFIX + _REPLACED))
+        match = _NAME.match(trash.name.removeprefix(atomic.TRASH_PREFIX + _REPLACED))
         if match and not self.path(int(match[1])).exists() and damage(trash) is None:
-            rename_directory(trash, self.path(int(match[1])))
+            atomic.rename_directory(trash, self.path(int(match[1])))
         else:
-            delete(trash)
+            atomic.delete(trash)
 
     def scan(self) -> FoundCheckpoints:
         """Look at every checkpoint: which are usable, and which are damaged."""
@@ -195,19 +179,19 @@ class Checkpoints:
         Raises FtcliError FT724 when the disk is full, FT723 when the folder cannot be written otherwise; other
         libraries' errors about a failed write are raised as these as well.
         """
-        staged = self.root / f"{TEMPORARY_PREFIX}{step_name(step)}.{os.getpid()}"
+        staged = self.root / f"{atomic.TEMPORARY_PREFIX}{step_name(step)}.{os.getpid()}"
         try:
             # Without its parents: where the run directory has vanished, half of it must not come back.
             self.root.mkdir(exist_ok=True)
-            delete(staged)
+            atomic.delete(staged)
             staged.mkdir()
-            with writing_into(staged, self.path(step)):
+            with atomic.writing_into(staged, self.path(step)):
                 yield staged
-                complete = {"format": 1, "step": step, "written": utc_now(), "files": inventory(staged)}
-                write_json(staged / COMPLETE_NAME, complete)
-                replace_directory(staged, self.path(step), _REPLACED)
+                complete = {"format": 1, "step": step, "written": atomic.utc_now(), "files": inventory(staged)}
+                atomic.write_json(staged / COMPLETE_NAME, complete)
+                atomic.replace_directory(staged, self.path(step), _REPLACED)
         except OSError as error:
-            raise storage_error(error, self.path(step)) from error
+            raise atomic.storage_error(error, self.path(step)) from error
         finally:
             shutil.rmtree(staged, ignore_errors=True)
 
@@ -234,8 +218,8 @@ class Checkpoints:
         older = [path for path in (*scan.usable, *scan.damaged) if _step_number(path) < oldest_kept]
         old = [path for path in older if _step_number(path) not in spared]
         for path in old:
-            with storage_errors(path):
-                remove_tree(path)
+            with atomic.storage_errors(path):
+                atomic.remove_tree(path)
 
     def set_aside_after(self, step: int) -> tuple[Path, ...]:
         """Renames the checkpoints of later steps than ``step``, which a run continues from, to ``step-….superseded-N``,
@@ -243,9 +227,9 @@ class Checkpoints:
         """
         moved = []
         for later in sorted(s for s in self._steps() if s > step):
-            aside = first_free(f"{step_name(later)}.superseded-{{n}}", self.root)
-            with storage_errors(self.path(later)):
-                rename_directory(self.path(later), aside)
+            aside = atomic.first_free(f"{step_name(later)}.superseded-{{n}}", self.root)
+            with atomic.storage_errors(self.path(later)):
+                atomic.rename_directory(self.path(later), aside)
             moved.append(aside)
         return tuple(moved)
 
@@ -258,7 +242,7 @@ class Checkpoints:
 def _best_step(usable: Sequence[Path]) -> int | None:
     """The step of the best evaluation, as the newest checkpoint knows it."""
     for path in reversed(usable):
-        best = read_json_object(path / STATE_NAME).get("best")
+        best = atomic.read_json_object(path / STATE_NAME).get("best")
         if isinstance(best, dict) and isinstance(best.get("step"), int) and best.get("value") is not None:
             return int(best["step"])
     return None
@@ -279,7 +263,7 @@ def _digest(path: Path) -> str:
     """SHA-256 of a file; of a large one, the SHA-256 of the digests of its blocks, which several threads compute: one
     would take a minute for 90 GB. Raises OSError.
     """
-    descriptor = open_regular(path)
+    descriptor = atomic.open_regular(path)
     try:
         size = os.fstat(descriptor).st_size
         if size <= _BLOCK_BYTES:

@@ -344,14 +344,11 @@ def changed_held_out(previous: JsonMap, held_out: Sequence[Fingerprint], sources
     known, changed = noted_files(previous.get("held_out")), []
     now = {one.name: plain_fields(one) for one in held_out}
     for source in dict.fromkeys(sources):
-        before, found = ({n: e for n, e in side.items() if _is_of(source, n)} for side in (known, now))
+        inside = f"{source.rstrip('/')}/"
+        of_source = ({n: e for n, e in side.items() if n == source or n.startswith(inside)} for side in (known, now))
+        before, found = of_source
         changed += _differing(before, found, {*before, *found} if before else ())
     return list(dict.fromkeys(changed))
-
-
-def _is_of(source: str, name: str) -> bool:
-    """True if a file is ``source``, or lies in it, by its name in a manifest."""
-    return name == source or name.startswith(f"{source.rstrip('/')}/")
 
 
 def changed_judges(previous: JsonMap, judges: Sequence[Fingerprint]) -> list[str]:

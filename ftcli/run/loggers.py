@@ -84,10 +84,6 @@ class _Given:
             return {}
         return {name: value for name, value in numbers.items() if step > self.step or name not in self.names}
 
-    def and_also(self, step: int, numbers: Mapping[str, float]) -> _Given:
-        """The record once ``numbers`` are given, too."""
-        return _Given(step, (*(self.names if step == self.step else ()), *numbers))
-
 
 class OpenLoggers:
     """Context manager around the loggers that a recipe switches on. At its end they are told how the run ended."""
@@ -139,7 +135,8 @@ class OpenLoggers:
                 continue
             with self._failing_alone(name):
                 logger.log(step, new)
-                self._given[name] = self._given[name].and_also(step, new)
+                earlier = self._given[name]
+                self._given[name] = _Given(step, (*(earlier.names if step == earlier.step else ()), *new))
                 if not loggers.row(name).buffered:
                     self._lasting[name] = self._given[name]
         if self._open:

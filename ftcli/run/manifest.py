@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import platform
 import subprocess
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ftcli import __version__
@@ -38,12 +38,6 @@ LIBRARIES = (
 _GIT_SECONDS = 2.0
 #: What a run began with; later processes are held to it.
 _KEPT_ON_RESUME = ("inputs", "micro_batches")
-
-
-def library_versions(names: Iterable[str] = LIBRARIES) -> dict[str, str]:
-    """Versions of those of ``names`` that are installed; nothing is imported."""
-    found = {name: installed_version(name) for name in names}
-    return {name: version for name, version in found.items() if version is not None}
 
 
 #: A checkout may be somebody else's, and its configuration names programs: monitors, hooks, filters, transports of
@@ -121,7 +115,7 @@ def build_manifest(
         "ftcli": __version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "libraries": library_versions(),
+        "libraries": {name: version for name in LIBRARIES if (version := installed_version(name)) is not None},
         "git": git_state(folder or Path.cwd()),
         "device": device,
     }

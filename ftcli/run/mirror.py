@@ -24,18 +24,7 @@ from ftcli.errors import ExitCode, Finding, FtcliError, first_line
 from ftcli.plain import JsonMap, JsonObject, maps
 from ftcli.reporting import Reporter
 from ftcli.rows.remote import client_errors, opened
-from ftcli.run.atomic import (
-    TEMPORARY_PREFIX,
-    delete,
-    first_free,
-    fsync_tree,
-    json_bytes,
-    read_json_object,
-    rename_directory,
-    storage_errors,
-    utc_now,
-    write_json,
-)
+from ftcli.run import atomic
 from ftcli.run.checkpoint import Checkpoints, difference, inventory
 from ftcli.run.directory import LOCK_NAME, RunDirectory, holds_run, is_locked
 from ftcli.tables import stores
@@ -85,27 +74,27 @@ class Mirror:
             raise FtcliError.single("FT777", f"{self.url} holds the copy of another run", help=help)
         if ours:
             return
-        aside = path.with_name(f"{TEMPORARY_PREFIX}{path.name}.{os.getpid()}")
-        with storage_errors(path):
+        aside = path.with_name(f"{atomic.TEMPORARY_PREFIX}{path.name}.{os.getpid()}")
+        with atomic.storage_errors(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            delete(aside)
+            atomic.delete(aside)
             try:
                 with self._answering("read"):
                     self._download(index, aside)
-                write_json(aside / _KNOWN, {"id": index["id"]})
-                fsync_tree(aside)
+                atomic.write_json(aside / _KNOWN, {"id": index["id"]})
+                atomic.fsync_tree(aside)
                 if holds_run(self._run):
-                    rename_directory(path, first_free(f"{path.name}.previous-{{n}}", path.parent))
+                    atomic.rename_directory(path, atomic.first_free(f"{path.name}.previous-{{n}}", path.parent))
                 elif path.exists():
                     path.rmdir()
-                rename_directory(aside, path)
+                atomic.rename_directory(aside, path)
             finally:
                 shutil.rmtree(aside, ignore_errors=True)
         self._reporter.info(f"{path} goes on from {self.url}, as it was {index.get('written')}")
 
     def _is_ours(self, index: JsonMap) -> bool:
         """True if this run directory wrote the list, or was about to write the next one when it was killed."""
-        known = read_json_object(self._run.path / _KNOWN)
+        known = atomic.read_json_object(self._run.path / _KNOWN)
         return index.get("id") in (known.get("id"), known.get("before"))
 
     def store(self) -> Checkpoints:
@@ -181,11 +170,11 @@ class Mirror:
             if before is not None and maps(before.get("files")) == listed:
                 return
             earlier = None if before is None else before.get("id")
-            index = {"format": _FORMAT, "id": uuid.uuid4().hex, "written": utc_now(), "before": earlier}
+            index = {"format": _FORMAT, "id": uuid.uuid4().hex, "written": atomic.utc_now(), "before": earlier}
             # Noted first: whichever of the two is the last thing that is written, the list is known as ours.
-            write_json(self._run.path / _KNOWN, {"id": index["id"], "before": earlier})
+            atomic.write_json(self._run.path / _KNOWN, {"id": index["id"], "before": earlier})
             index["files"] = listed
-            system.pipe_file(f"{root}/{INDEX}", json_bytes(index, indent=1))
+            system.pipe_file(f"{root}/{INDEX}", atomic.json_bytes(index, indent=1))
             kept = {_place(file.identity) for file in files}
             gone = [f"{root}/{place}" for place in there if place not in kept]
             if gone:

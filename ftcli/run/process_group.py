@@ -29,16 +29,7 @@ from ftcli.errors import ExitCode, FtcliError, first_line
 from ftcli.plain import JsonObject
 from ftcli.ranks import ENDED_NAME, PORT_NAME, Place, lost_name
 from ftcli.reporting import Reporter
-from ftcli.run.heartbeat import (
-    Heartbeat,
-    PeerFailed,
-    RankLost,
-    Timeouts,
-    as_json,
-    from_json,
-    is_of_connections,
-    reasons,
-)
+from ftcli.run import heartbeat
 from ftcli.run.signals import SignalName, StopRequested
 
 if TYPE_CHECKING:
@@ -59,9 +50,9 @@ class RankGroup:
     (exit 3) when there is nobody to meet.
     """
 
-    def __init__(self, place: Place, reporter: Reporter, patience: Timeouts | None = None) -> None:
+    def __init__(self, place: Place, reporter: Reporter, patience: heartbeat.Timeouts | None = None) -> None:
         self.place, self.rank, self.size, self.leads = place, place.rank, place.size, place.leads
-        self._reporter, self._patience = reporter, patience or Timeouts()
+        self._reporter, self._patience = reporter, patience or heartbeat.Timeouts()
         self.requested: SignalName | None = None
         self._stop: Callable[[], SignalName | None] = lambda: None
         self._calls = 0
@@ -74,7 +65,7 @@ class RankGroup:
         self._whole = True
         self._store = meeting_point(place, self._patience.meeting)
         store = meeting_point(place, self._patience.meeting, client=True)
-        self._signs = Heartbeat(store, place, self._patience, self.cut)
+        self._signs = heartbeat.Heartbeat(store, place, self._patience, self.cut)
         self._signs.start()
 
     # -- before there are collectives ------------------------------------------------------------------------
@@ -173,7 +164,7 @@ class RankGroup:
         try:
             yield
         except RuntimeError as error:
-            raise (self._gone(error) if is_of_connections(error) else error) from None
+            raise (self._gone(error) if heartbeat.is_of_connections(error) else error) from None
 
     def cut(self) -> None:
         """Cuts the connections between GPUs, so that nothing waits for a rank there any more."""
@@ -204,7 +195,7 @@ class RankGroup:
             return rows
         if any(row[2] for row in rows):
             self._signs.noticed = True
-            raise self._failure() or RankLost([r for r, row in enumerate(rows) if row[2]], "has failed")
+            raise self._failure() or heartbeat.RankLost([r for r, row in enumerate(rows) if row[2]], "has failed")
         if any(row[:2] != rows[0][:2] for row in rows):
             raise RuntimeError(f"the ranks are not at the same place ({where}): {[row[:2] for row in rows]}")
         if self.requested is None:
@@ -289,8 +280,8 @@ class RankGroup:
         if self._signs.noticed:
             return
         self._signs.noticed = True
-        exit_code, findings = reasons(error)
-        said = {"rank": self.rank, "exit_code": int(exit_code), "findings": [as_json(f) for f in findings]}
+        exit_code, findings = heartbeat.reasons(error)
+        said = {"rank": self.rank, "exit_code": int(exit_code), "findings": [heartbeat.as_json(f) for f in findings]}
         with contextlib.suppress(RuntimeError):
             self._store.compare_set("failed", "", json.dumps(said))
             if self._host is not None:
@@ -331,7 +322,7 @@ class RankGroup:
                 raise lost
             if now - begun > patience.late:
                 self._signs.noticed = True
-                raise RankLost(self._behind(), f"has not arrived within {patience.late:.0f} s")
+                raise heartbeat.RankLost(self._behind(), f"has not arrived within {patience.late:.0f} s")
             if now - begun > patience.told and not told:
                 told = True
                 self._reporter.info(f"waiting for {self._signs.described(self._behind(), self._signs.silent_for())}")
@@ -350,11 +341,11 @@ class RankGroup:
     def _has(self, key: str) -> bool:
         return bool(self._store.check([key]))
 
-    def _failure(self) -> PeerFailed | None:
+    def _failure(self) -> heartbeat.PeerFailed | None:
         """The failure that the first failed rank has published."""
         if not self._has("failed"):
             return None
-        return from_json(self._store.get("failed"))
+        return heartbeat.from_json(self._store.get("failed"))
 
     def _gone(self, error: Exception) -> FtcliError:
         """The reason why a connection was closed: its rank has said so before, or the launcher says so, or it went
@@ -366,12 +357,12 @@ class RankGroup:
             if (lost := self._signs.lost()) is not None:
                 return lost
             if self._signs.unreachable and not self.place.hosted:  # who held what all had to say is gone
-                return RankLost([0], "has ended")
+                return heartbeat.RankLost([0], "has ended")
             silent = [rank for rank, seconds in self._signs.silent_for().items() if seconds > 3]
             if silent:
-                return RankLost(silent, "has ended without a message")
+                return heartbeat.RankLost(silent, "has ended without a message")
             time.sleep(0.1)
-        return RankLost([], f"has closed its connection ({first_line(error)[:200]})")
+        return heartbeat.RankLost([], f"has closed its connection ({first_line(error)[:200]})")
 
 
 @contextlib.contextmanager

@@ -8,21 +8,8 @@ from pathlib import Path
 from ftcli.config.training import names_checkpoint
 from ftcli.errors import ExitCode, Finding, FtcliError, Origin
 from ftcli.paths import make_folder
+from ftcli.run import atomic
 from ftcli.run import status as run_status
-from ftcli.run.atomic import (
-    TEMPORARY_PREFIX,
-    TRASH_PREFIX,
-    WRITING_PREFIX,
-    delete,
-    first_free,
-    fsync_directory,
-    read_json_object,
-    read_text,
-    rename_directory,
-    storage_error,
-    storage_errors,
-    write_text,
-)
 from ftcli.run.checkpoint import damage, step_of
 from ftcli.run.directory import (
     LOCK_NAME,
@@ -71,7 +58,7 @@ class OpenedRun:
         result = self.directory.result_dir
         if result is None:
             raise ValueError(f"{self.directory.path} has no result yet")
-        with storage_errors(result):
+        with atomic.storage_errors(result):
             kept = FinishedTraining(summary, summary.steps, result.name, result_files(result))
         run_status.note_trained(self.directory.status_path, kept)
 
@@ -131,13 +118,13 @@ def _open_locked(run: RunDirectory, resume: str, recipe_yaml: str, command: str)
         opened = _continue_own(run, recipe_yaml, command) if holds_run(run) else OpenedRun(run)
     if opened.already_complete:
         return opened
-    with storage_errors(run.path):
+    with atomic.storage_errors(run.path):
         for leftover in sorted(run.path.iterdir()):  # of a crash
-            if leftover.name.startswith((TEMPORARY_PREFIX, TRASH_PREFIX, WRITING_PREFIX)):
-                delete(leftover)
+            if leftover.name.startswith((atomic.TEMPORARY_PREFIX, atomic.TRASH_PREFIX, atomic.WRITING_PREFIX)):
+                atomic.delete(leftover)
         run.checkpoints_dir.mkdir(exist_ok=True)
-        write_text(run.recipe_path, recipe_yaml)
-        fsync_directory(run.path.parent)  # a power cut must not take the whole folder with it
+        atomic.write_text(run.recipe_path, recipe_yaml)
+        atomic.fsync_directory(run.path.parent)  # a power cut must not take the whole folder with it
     continues = opened.resume_from is not None or opened.trained is not None
     earlier = run_status.seconds_until_now(run.status_path, run.metrics_path) if continues else 0.0
     run_status.begin(run.status_path, resumed_from=opened.resume_from, trained=opened.trained, earlier_seconds=earlier)
@@ -237,7 +224,7 @@ def _checkpoint_at(named: Path) -> Path:
 
 def _locked(run: RunDirectory) -> DirectoryLock:
     """Make the folder where it is missing, refuse one that is something else, and lock it."""
-    with storage_errors(run.path):
+    with atomic.storage_errors(run.path):
         if run.path.exists() and not run.path.is_dir():
             raise no_run(run.path, "it is a file")
         make_folder(run.path)
@@ -247,13 +234,13 @@ def _locked(run: RunDirectory) -> DirectoryLock:
     try:
         return DirectoryLock(run.path)
     except OSError as error:
-        raise storage_error(error, run.path / LOCK_NAME) from error
+        raise atomic.storage_error(error, run.path / LOCK_NAME) from error
 
 
 def _start_beside(run: RunDirectory, lock: DirectoryLock) -> DirectoryLock:
     """Rename the old run; the lock on it is held until the new directory has its own."""
-    with storage_errors(run.path):
-        rename_directory(run.path, first_free(f"{run.path.name}.previous-{{n}}", run.path.parent))
+    with atomic.storage_errors(run.path):
+        atomic.rename_directory(run.path, atomic.first_free(f"{run.path.name}.previous-{{n}}", run.path.parent))
     fresh = _locked(run)
     lock.release()
     return fresh
@@ -263,19 +250,19 @@ def _foreign_entries(path: Path) -> list[str]:
     """Names of files and folders that no run has put there, not even one that died in its first moments."""
     ours = {LOCK_NAME, "checkpoints", "run.log"}  # the last is where people send what a run prints
     names = (entry.name for entry in path.iterdir())
-    return sorted(name for name in names if name not in ours and not name.startswith(TEMPORARY_PREFIX))
+    return sorted(name for name in names if name not in ours and not name.startswith(atomic.TEMPORARY_PREFIX))
 
 
 def _changes(run: RunDirectory, recipe_yaml: str) -> tuple[ChangedKey, ...]:
     try:
-        return recipe_changes(read_text(run.recipe_path), recipe_yaml)
+        return recipe_changes(atomic.read_text(run.recipe_path), recipe_yaml)
     except (OSError, ValueError) as error:
         raise unreadable_file(run.recipe_path, error) from error
 
 
 def _other_command(run: RunDirectory, command: str) -> str | None:
     """The command that the run was begun with, where it is another one; None where the manifest names none."""
-    began = read_json_object(run.manifest_path).get("command")
+    began = atomic.read_json_object(run.manifest_path).get("command")
     return began if isinstance(began, str) and began != command else None
 
 

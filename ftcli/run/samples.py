@@ -28,15 +28,7 @@ from typing import BinaryIO
 from ftcli.errors import ExitCode, Finding, FtcliError
 from ftcli.paths import make_folder
 from ftcli.plain import JsonMap, JsonObject, map_in, parsed_map
-from ftcli.run.atomic import (
-    TEMPORARY_PREFIX,
-    fsync_directory,
-    json_bytes,
-    open_regular,
-    read_json_object,
-    storage_errors,
-    store_json,
-)
+from ftcli.run import atomic
 from ftcli.run.directory import LOCK_NAME, DirectoryLock
 
 MANIFEST, ANSWERS, SCORES = "sample.json", "answers.jsonl", "scores.jsonl"
@@ -85,11 +77,11 @@ class GroupLog:
         self._group = group
         self._sound = sound
         self._replace = replace
-        with storage_errors(path):
+        with atomic.storage_errors(path):
             if path.is_symlink() and not path.exists():
                 path.unlink()  # two that lead to nothing may lead to one file
             self.count, size = self._complete()
-            descriptor = open_regular(path, os.O_RDWR | os.O_CREAT)
+            descriptor = atomic.open_regular(path, os.O_RDWR | os.O_CREAT)
             if alone or self.count < len(keys):
                 os.ftruncate(descriptor, size)
             os.close(descriptor)
@@ -113,8 +105,11 @@ class GroupLog:
 
     def append(self, records: Iterable[JsonObject]) -> None:
         """Adds the lines of the next group, and flushes them. Raises FtcliError FT723 or FT724 (exit 3)."""
-        made = [json_bytes(record) for record in records]
-        with storage_errors(self.path), os.fdopen(open_regular(self.path, os.O_WRONLY | os.O_APPEND), "ab") as file:
+        made = [atomic.json_bytes(record) for record in records]
+        with (
+            atomic.storage_errors(self.path),
+            os.fdopen(atomic.open_regular(self.path, os.O_WRONLY | os.O_APPEND), "ab") as file,
+        ):
             file.write(b"".join(made))
             file.flush()
             os.fsync(file.fileno())
@@ -138,9 +133,9 @@ class SampleFolder:
 
     def __enter__(self) -> SampleFolder:
         """Raises FtcliError FT720 (exit 2) while another process holds it, FT723 where it cannot be made."""
-        with storage_errors(self.path):
+        with atomic.storage_errors(self.path):
             make_folder(self.path)
-        with storage_errors(self.path / LOCK_NAME):
+        with atomic.storage_errors(self.path / LOCK_NAME):
             self._lock = DirectoryLock(self.path)
         return self
 
@@ -158,7 +153,7 @@ class SampleFolder:
 
         Raises FtcliError FT773 (exit 2) where something else is there.
         """
-        before = read_json_object(self.path / MANIFEST)
+        before = atomic.read_json_object(self.path / MANIFEST)
         there = [name for name in _OURS if os.path.lexists(self.path / name)]
         differs = _differences(map_in(before, "drawn"), drawn) if before else [f"no {MANIFEST}"] * bool(there)
         if differs and not replace:
@@ -166,7 +161,7 @@ class SampleFolder:
         judged_otherwise = bool(there) and not differs and map_in(before, "judged") != judged
         stale = there if differs else [SCORES, *ROWS.values()] if judged_otherwise else []
         for name in stale:
-            with storage_errors(self.path / name):
+            with atomic.storage_errors(self.path / name):
                 (self.path / name).unlink(missing_ok=True)
         self.note(drawn, judged)
         return judged_otherwise and SCORES in there
@@ -174,7 +169,7 @@ class SampleFolder:
     def note(self, drawn: JsonMap, judged: JsonMap, summary: JsonMap | None = None) -> None:
         """Writes down what the files are made of."""
         content = {"format": 1, "complete": summary is not None, "drawn": drawn, "judged": judged, "summary": summary}
-        store_json(self.path / MANIFEST, content)
+        atomic.store_json(self.path / MANIFEST, content)
 
     @contextlib.contextmanager
     def writing(self, names: Mapping[str, str]) -> Iterator[dict[str, Callable[[JsonObject], None]]]:
@@ -182,8 +177,8 @@ class SampleFolder:
 
         Raises FtcliError FT723 or FT724 (exit 3) where one cannot be written.
         """
-        with storage_errors(self.path), contextlib.ExitStack() as opened:
-            asides = {key: self.path / f"{TEMPORARY_PREFIX}{name}" for key, name in names.items()}
+        with atomic.storage_errors(self.path), contextlib.ExitStack() as opened:
+            asides = {key: self.path / f"{atomic.TEMPORARY_PREFIX}{name}" for key, name in names.items()}
             files: dict[str, BinaryIO] = {}
             for key, aside in asides.items():
                 aside.unlink(missing_ok=True)
@@ -192,9 +187,9 @@ class SampleFolder:
             for key, name in names.items():
                 files[key].flush()
                 os.fsync(files[key].fileno())
-                with storage_errors(self.path / name):
+                with atomic.storage_errors(self.path / name):
                     asides[key].replace(self.path / name)
-            fsync_directory(self.path)
+            atomic.fsync_directory(self.path)
 
 
 def _put(file: BinaryIO, row: JsonObject) -> None:
@@ -204,7 +199,7 @@ def _put(file: BinaryIO, row: JsonObject) -> None:
 
 def _lines(path: Path) -> Iterator[bytes]:
     """The lines that are whole, up to one longer than any is written: a damaged file may be one line without end."""
-    with os.fdopen(open_regular(path), "rb") as file:
+    with os.fdopen(atomic.open_regular(path), "rb") as file:
         while (line := file.readline(_MOST_LINE_BYTES)).endswith(b"\n"):
             yield line
 

@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NotRequired, TypedDict
 
 import torch
-from ftkernels.adamw import AdamWSettings, Rounding, adamw_step
-from ftkernels.adamw_8bit import Moment8, adamw_step_8bit
+from ftkernels.adamw import AdamWSettings, Moment8, Rounding, adamw_step, adamw_step_8bit
 from torch import Tensor
 from torch.optim import Muon, Optimizer
 from torch.optim.optimizer import ParamsT, StateDict

@@ -22,7 +22,7 @@ from ftcli.data.template import Renderer
 from ftcli.data.tokens import TokenizedRow
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.facts.adapters import start_folder
-from ftcli.facts.download import missing_bytes
+from ftcli.facts.config_file import missing_bytes
 from ftcli.job import Job
 from ftcli.labels import IGNORE_INDEX
 from ftcli.model.backbone import base_of, compute_context, hidden_states, rotation_kept, stream_in

@@ -111,11 +111,6 @@ class HeldOut:
         group = self.evaluator.group
         return said if group is None else bool(group.agree("asking", [said])[0][0])
 
-    @property
-    def _leads(self) -> bool:
-        """True if this process asks for answers and writes."""
-        return self.evaluator.group is None or self.evaluator.group.leads
-
     def _write(
         self,
         after: LossResult | None,
@@ -124,7 +119,7 @@ class HeldOut:
         step: int | None,
     ) -> None:
         """Writes what the model before training and, where there is one, that after it came to."""
-        if self._leads:
+        if self.evaluator.group is None or self.evaluator.group.leads:
             margins = MarginsBeforeAndAfter(self.margins, margins_record(after), step)
             write_margins(self.directory.margins_path, margins)
             base, now = _with_tasks(self.base, self.tasks), _with_tasks(_of_loss(after), tasks)

@@ -33,7 +33,6 @@ from ftcli.run.atomic import read_json_object, store_json
 from ftcli.run.directory import RunDirectory, is_locked
 from ftcli.run.heartbeat import RankLost
 from ftcli.run.inputs import (
-    Fingerprint,
     Inputs,
     changed_held_out,
     changed_judges,
@@ -351,7 +350,8 @@ def _write_manifest(context: RunContext, recipe_yaml: str) -> None:
     held_out = _held_out(recipe, scores_tasks=scores_tasks)
     measured = [fingerprint(name, path) for name, path in data_files(held_out).items()]
     sources = [source.path for source in held_out]
-    judges = _judges(recipe) if scores_tasks or recipe.eval.tasks_every_steps is not None else []
+    judged = files_of(recipe) if scores_tasks or recipe.eval.tasks_every_steps is not None else {}
+    judges = [fingerprint(name, path) for name, path in judged.items()]  # their settings are the recipe's
     if context.held_to_inputs:
         require_same_data(context.previous, data, files)
         require_same_measures(context.previous, measured, sources, judges)
@@ -389,11 +389,6 @@ def _held_out(recipe: Recipe, *, scores_tasks: bool) -> Sequence[DatasetConfig]:
     if scores_tasks:
         return of_tasks
     return [*recipe.data.eval, *(of_tasks if recipe.eval.tasks_every_steps is not None else ())]
-
-
-def _judges(recipe: Recipe) -> list[Fingerprint]:
-    """The files of rewards and judges. Their settings are the recipe's, which is compared itself."""
-    return [fingerprint(name, path) for name, path in files_of(recipe).items()]
 
 
 def _activations(report: PreflightReport) -> JsonObject:

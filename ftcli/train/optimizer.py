@@ -171,7 +171,11 @@ class Optimization:
     def _note_skipped(self, *, skipped: bool, step: int) -> None:
         self._skipped = self._skipped + 1 if skipped else 0
         if self._skipped >= MOST_SKIPPED:
-            raise too_many_skipped(step)
+            message = (
+                f"the gradients overflow float16 at every loss scale, {MOST_SKIPPED} steps in a row up to step {step}"
+            )
+            help = "use model.dtype: bfloat16 or float32, or a smaller learning rate; the last checkpoint is whole"
+            raise FtcliError.single("FT702", message, exit_code=ExitCode.DIVERGED, help=help)
 
     # -- weights that are evaluated --------------------------------------------------------------------------
 
@@ -364,13 +368,6 @@ def total_norm(gradients: list[Tensor]) -> Tensor:
 def clipping(norm: Tensor, limit: float) -> Tensor:
     """Factor of gradients of this norm, so that their norm is at most ``limit``."""
     return torch.clamp(limit / (norm + 1e-6), max=1.0)
-
-
-def too_many_skipped(step: int) -> FtcliError:
-    """FT702 (exit 6): the gradients of many steps in a row overflowed."""
-    message = f"the gradients overflow float16 at every loss scale, {MOST_SKIPPED} steps in a row up to step {step}"
-    help = "use model.dtype: bfloat16 or float32, or a smaller learning rate; the last checkpoint is whole"
-    return FtcliError.single("FT702", message, exit_code=ExitCode.DIVERGED, help=help)
 
 
 def save_training_weights(trained: list[tuple[str, nn.Parameter]], folder: Path) -> None:

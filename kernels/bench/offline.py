@@ -40,7 +40,6 @@ from ftkernels import (
     delta_rule_forward,
     delta_step,
     fp8,
-    gated_norm,
     gemm,
     glu,
     grouped,
@@ -52,7 +51,6 @@ from ftkernels import (
     primitives,
     qkv_norm_rope,
     qkv_parts,
-    qkv_rope,
     rms_norm,
     rope,
     sampling,
@@ -191,12 +189,12 @@ def rotary_cases(new: Maker, rank: int, capability: int) -> Launches:
     ):
         angles, width = new(1, rows, size), (q_heads + 2 * k_heads) * size
         rotary, b = qkv_parts.Rotary(angles, angles, q_heads, k_heads, size), new(width, rank)
-        ahead = partial(qkv_rope.qkv_rope_forward, new(rows, width))
+        ahead = partial(qkv_norm_rope.qkv_rope_forward, new(rows, width))
         yield f"qkv rope forward{name}", partial(ahead, new(rows, 3 * rank), b, rotary)
         keys = new(1, k_heads, rows, size)
-        tile = qkv_rope.backward_tile(shared, size, rank)
+        tile = qkv_norm_rope.rope_backward_tile(shared, size, rank)
         grads = (new(1, q_heads, rows, size), keys, keys)
-        back = partial(qkv_rope.qkv_rope_backward, *grads, b, dtype=new.dtype, tile=tile)
+        back = partial(qkv_norm_rope.qkv_rope_backward, *grads, b, dtype=new.dtype, tile=tile)
         yield f"qkv rope backward{name}", partial(back, rotary=rotary)
         if not name:
             one = replace(rotary, joined=True)
@@ -245,9 +243,9 @@ def option_cases(new: Maker, rank: int, capability: int) -> Launches:
         ahead: Callable[[], object]
         back: Callable[[], object]
         if span is None:
-            tile = qkv_rope.backward_tile(shared, size, rank)
-            ahead = partial(qkv_rope.qkv_rope_forward, new(rows, width), xa, b, rotary)
-            back = partial(qkv_rope.qkv_rope_backward, *grads, b, rotary, new.dtype, tile=tile)
+            tile = qkv_norm_rope.rope_backward_tile(shared, size, rank)
+            ahead = partial(qkv_norm_rope.qkv_rope_forward, new(rows, width), xa, b, rotary)
+            back = partial(qkv_norm_rope.qkv_rope_backward, *grads, b, rotary, new.dtype, tile=tile)
         else:
             wide = span == "width"
             weights = (new(n * size if wide else size) for n in (q_heads, k_heads))
@@ -329,15 +327,16 @@ def delta_cases(new: Maker, capability: int) -> Launches:
     x, weight, starts = new(1, tokens, 8192), new(8192, 4), torch.zeros((1, tokens), dtype=torch.int32)
     z, norm, heads, gates = new(1, tokens, 32, 128), new(128), new(1, tokens, 32), delta_gates.Gates
     float_heads = gates(wide(1, tokens, 32), wide(1, tokens, 32))
-    for name, document, state in (("", starts, None), (", state", None, new(1, 8192, 3))):
-        given = (x, weight, None, state, document)
-        yield f"causal conv forward{name}", partial(causal_conv.forward, *given)
-        yield f"causal conv backward{name}", partial(causal_conv.backward, *given, x, want_dw=not name)
-    yield "delta gates forward", partial(delta_gates.launch, (heads, heads, wide(32), wide(32)), float_heads, None)
+    yield "causal conv forward", partial(causal_conv.forward, x, weight, None, starts)
+    yield "causal conv backward", partial(causal_conv.backward, x, weight, None, starts, x, want_dw=True)
+    yield (
+        "delta gates forward",
+        partial(delta_gates.launch_gates, (heads, heads, wide(32), wide(32)), float_heads, None),
+    )
     ends = (heads, heads, wide(32), wide(32)), float_heads, gates(heads, heads)
-    yield "delta gates backward", partial(delta_gates.launch, *ends)
-    yield "gated norm forward", partial(gated_norm.launch, z, z, None, norm, 1e-6, z, z, want_dw=False)
-    yield "gated norm backward", partial(gated_norm.launch, z, z, z, norm, 1e-6, z, z, want_dw=True)
+    yield "delta gates backward", partial(delta_gates.launch_gates, *ends)
+    yield "gated norm forward", partial(delta_gates.launch_norm, z, z, None, norm, 1e-6, z, z, want_dw=False)
+    yield "gated norm backward", partial(delta_gates.launch_norm, z, z, z, norm, 1e-6, z, z, want_dw=True)
     slots, row = torch.zeros(8, dtype=torch.int32), new(8, 32, 128)
     conv = (new(8, 8192), weight, None, wide(9, 8192, 3), slots)
     yield "delta step, convolution", partial(delta_step.conv_triton, *conv)
@@ -352,16 +351,15 @@ def delta_cases(new: Maker, capability: int) -> Launches:
         yield f"delta rule chunks{name}", partial(delta_rule_forward.prepare, inputs, tiles)
         squares, rows = new(1, 32, 4, 64, 64), (wide(5, 32, 256), wide(2, 16, 256), wide(32, 4))
         chunks = delta_rule_forward.Chunks(squares, squares, *rows)
-        state, states = wide(1, 32, 128, 128), new(1, 32, 4, 128, 128)
+        states = new(1, 32, 4, 128, 128)
         if not name:
-            ahead = partial(delta_rule_forward.scan, inputs, chunks, state, tiles=tiles)
-            yield "delta rule scan", partial(ahead, keep=False, want_last=True)
+            ahead = partial(delta_rule_forward.scan, inputs, chunks, tiles=tiles)
+            yield "delta rule scan", partial(ahead, keep=False)
             asked = delta_rule_forward.Ends(*(torch.zeros(size, dtype=torch.int32) for size in (3, 3, 5)))
-            yield "delta rule scan, ends", partial(ahead, keep=False, want_last=False, ends=asked)
-            yield "delta rule scan, kept", partial(ahead, keep=True, want_last=False)
-            back = partial(delta_rule_backward.scan_back, inputs, chunks, v, state, tiles=tiles)
-            yield "delta rule scan back", partial(back, want_first=True)
-        kept, scanned = delta_rule_backward.Kept(v, states), delta_rule_backward.ScannedBack(v, states, None)
+            yield "delta rule scan, ends", partial(ahead, keep=False, ends=asked)
+            yield "delta rule scan, kept", partial(ahead, keep=True)
+            yield "delta rule scan back", partial(delta_rule_backward.scan_back, inputs, chunks, v, tiles)
+        kept, scanned = delta_rule_backward.Kept(v, states), delta_rule_backward.ScannedBack(v, states)
         operands = (inputs, chunks, kept, v, scanned, tiles)
         yield f"delta rule gradients{name}", partial(delta_rule_backward.gradients, *operands)
 

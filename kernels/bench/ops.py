@@ -312,8 +312,8 @@ def delta_rule_case(make: Maker, shape: Shape) -> Case:
     """The gated delta rule in chunks."""
     leaves = _delta_heads(make, shape)
     contenders: dict[str, Callable[..., Any]] = {
-        "ftkernels": lambda *heads: delta_rule(*heads).out,
-        "torch": lambda *heads: delta_rule(*heads, backend="torch").out,
+        "ftkernels": lambda *heads: delta_rule(*heads),
+        "torch": lambda *heads: delta_rule(*heads, backend="torch"),
     }
     if importlib.util.find_spec("fla") is not None:
         rule = importlib.import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule

@@ -38,7 +38,6 @@ from ftkernels import (
     int8_product,
     qkv_norm_rope,
     qkv_parts,
-    qkv_rope,
     rms_norm,
     thin_products,
 )
@@ -202,7 +201,7 @@ def qkv_rope_forward(make: Maker, shape: Shape, rank: int) -> Case:
     width = (shape.q_heads + 2 * shape.k_heads) * shape.head_dim
     y, xa, b = make.new(shape.tokens, width, scale=0.1), make.new(shape.tokens, 3 * rank), make.new(width, rank)
     rotary = _rotary(make, shape)
-    return Case(4 * y.numel(), lambda t: qkv_rope.qkv_rope_forward(y, xa, b, rotary, tile=t), _turns())
+    return Case(4 * y.numel(), lambda t: qkv_norm_rope.qkv_rope_forward(y, xa, b, rotary, tile=t), _turns())
 
 
 def qkv_rope_backward(make: Maker, shape: Shape, rank: int) -> Case:
@@ -213,7 +212,7 @@ def qkv_rope_backward(make: Maker, shape: Shape, rank: int) -> Case:
     b, rotary = make.new(width, rank), _rotary(make, shape)
     return Case(
         4 * shape.tokens * width,
-        lambda t: qkv_rope.qkv_rope_backward(dq, dk, dv, b, rotary, dq.dtype, tile=t),
+        lambda t: qkv_norm_rope.qkv_rope_backward(dq, dk, dv, b, rotary, dq.dtype, tile=t),
         _turns(),
     )
 
@@ -226,7 +225,7 @@ def qkv_rope_backward_by_head(make: Maker, shape: Shape, rank: int) -> Case:
     b, rotary = make.new(width, rank), _rotary(make, shape)
     return Case(
         4 * shape.tokens * width,
-        lambda t: qkv_rope.qkv_rope_backward(dq, dk, dv, b, rotary, dq.dtype, tile=t),
+        lambda t: qkv_norm_rope.qkv_rope_backward(dq, dk, dv, b, rotary, dq.dtype, tile=t),
         _turns(),
     )
 
@@ -389,14 +388,14 @@ class Delta(NamedTuple):
 
     def launches(self) -> dict[str, Callable[[DeltaTiles], tuple[Any, ...]]]:
         """Each kernel; the two of the gradients together, of which one tile changes."""
-        scanned = scan(self.inputs, self.chunks, None, keep=True, want_last=False, tiles=self.used)
-        back = scan_back(self.inputs, self.chunks, self.do, None, want_first=False, tiles=self.used)
+        scanned = scan(self.inputs, self.chunks, keep=True, tiles=self.used)
+        back = scan_back(self.inputs, self.chunks, self.do, self.used)
         assert scanned.x is not None
         assert scanned.states is not None
         kept = Kept(scanned.x, scanned.states)
 
         def ahead(tiles: DeltaTiles, *, keep: bool) -> tuple[Any, ...]:
-            made = scan(self.inputs, self.chunks, None, keep=keep, want_last=False, tiles=tiles)
+            made = scan(self.inputs, self.chunks, keep=keep, tiles=tiles)
             return made.out, made.x, made.states
 
         def both(tiles: DeltaTiles) -> tuple[Any, ...]:
@@ -406,9 +405,7 @@ class Delta(NamedTuple):
             "chunks": lambda tiles: tuple(parts_of(prepare(self.inputs, tiles))),
             "scan": partial(ahead, keep=False),
             "kept": partial(ahead, keep=True),
-            "back": lambda tiles: tuple(
-                scan_back(self.inputs, self.chunks, self.do, None, want_first=False, tiles=tiles)
-            ),
+            "back": lambda tiles: tuple(scan_back(self.inputs, self.chunks, self.do, tiles)),
             "later": both,
             "earlier": both,
         }

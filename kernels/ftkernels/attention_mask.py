@@ -177,13 +177,6 @@ class AttentionMask:
         return cls.from_boundaries(document_ids[:, 1:] != document_ids[:, :-1], causal=causal, window=window)
 
     @classmethod
-    def from_position_ids(
-        cls, position_ids: Tensor, *, causal: bool = True, window: int | None = None
-    ) -> AttentionMask:
-        """From (B or 1, S) positions inside documents: one starts wherever a position is not its predecessor + 1."""
-        return cls.from_boundaries(position_ids[:, 1:] != position_ids[:, :-1] + 1, causal=causal, window=window)
-
-    @classmethod
     def from_cu_seqlens(
         cls, cu_seqlens: Tensor, length: int, *, causal: bool = True, window: int | None = None
     ) -> AttentionMask:

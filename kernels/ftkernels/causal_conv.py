@@ -4,8 +4,7 @@ Legend: B batch, S tokens, C channels, W width of the filter, 2 to 8.
 
     z_tc = bias_c + sum over w < W of weight_cw x_(t - W + 1 + w)c          y = silu(z) = z sigmoid(z)
 
-An input before the first token of t's document counts as zero; before the row's first token it is that of the state,
-the last W - 1 inputs of the text so far, where one is given and the document began there. Backward forms z again:
+An input before the first token of t's document counts as zero. Backward forms z again:
 
     dz = dy silu'(z)      dx_t = sum over o < W of weight_(W - 1 - o) dz_(t + o), of later tokens in t's document
     dweight_w = sum over t of dz_t x_(t - W + 1 + w)      dbias = sum over t of dz_t
@@ -16,7 +15,7 @@ for backward: x, which is the projection's output.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -41,42 +40,29 @@ from ftkernels.primitives import activate, column_sums, sigmoid
 _TOKENS, _CHANNELS, _SHARES = 32, 64, 64
 
 
-class ConvOutput(NamedTuple):
-    """The output (B, S, C) in x's dtype, and the last W - 1 inputs of each row's last document, (B, C, W - 1) or
-    None.
-    """
-
-    out: Tensor
-    last: Tensor | None
-
-
 def causal_conv(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
     *,
     starts: Tensor | None = None,
-    first: Tensor | None = None,
-    want_last: bool = False,
     backend: BackendName = "auto",
-) -> ConvOutput:
-    """The convolution and SiLU; the module docstring has the formulas.
+) -> Tensor:
+    """The convolution and SiLU, (B, S, C) in x's dtype; the module docstring has the formulas.
 
     Args:
         x: (B, S, C), any strides; copied only where the channels of a token lie apart.
         weight: (C, W). bias: (C,) or None.
         starts: (B or 1, S) int32: for each token the index of its document's first token. None: one document a row.
-        first: (B, C, W - 1), the inputs before the row's first token, the latest last; None is zero.
-        want_last: whether such a state after the last token is wanted.
 
     Raises:
         ValueError: shapes or dtypes that do not fit.
     """
-    _check(x, weight, bias, starts, first)
+    _check(x, weight, bias, starts)
     if not choose_backend(x.device, backend).is_triton or x.dtype == torch.float64:
-        return causal_conv_reference(x, weight, bias, starts=starts, first=first, want_last=want_last)
-    out: Tensor = _CausalConv.apply(x, weight, bias, first, starts)  # type: ignore[no-untyped-call]
-    return ConvOutput(out, _last_inputs(x, weight.shape[1], starts, first) if want_last else None)
+        return causal_conv_reference(x, weight, bias, starts=starts)
+    out: Tensor = _CausalConv.apply(x, weight, bias, starts)  # type: ignore[no-untyped-call]
+    return out
 
 
 def causal_conv_reference(
@@ -85,37 +71,18 @@ def causal_conv_reference(
     bias: Tensor | None = None,
     *,
     starts: Tensor | None = None,
-    first: Tensor | None = None,
-    want_last: bool = False,
-) -> ConvOutput:
+) -> Tensor:
     """The same in plain torch, differentiable; float32 inside (float64 for float64), one rounding."""
     acc, length, width = accumulate_dtype(x.dtype), x.shape[1], weight.shape[1]
-    before = x.new_zeros(x.shape[0], width - 1, x.shape[2]) if first is None else first.transpose(1, 2)
-    padded = torch.cat([before.to(acc), x.to(acc)], 1)
+    padded = torch.cat([x.new_zeros(x.shape[0], width - 1, x.shape[2], dtype=acc), x.to(acc)], 1)
     tokens = torch.arange(length, device=x.device)
     document = torch.zeros_like(tokens)[None] if starts is None else starts
     z = torch.zeros_like(x, dtype=acc) if bias is None else bias.to(acc).expand(x.shape)
     for w in range(width):
         source = tokens - (width - 1) + w
-        inside = (source >= document) | ((source < 0) & (document == 0))
+        inside = source >= document
         z = z + weight[:, w].to(acc) * torch.where(inside[..., None], padded[:, w : w + length], 0.0)
-    out = (z * torch.sigmoid(z)).to(x.dtype)
-    return ConvOutput(out, _last_inputs(x, width, starts, first) if want_last else None)
-
-
-def _last_inputs(x: Tensor, width: int, starts: Tensor | None, first: Tensor | None) -> Tensor:
-    """The state after the last token, zero before the last document's first token."""
-    length, wanted = x.shape[1], width - 1
-    tail = x[:, max(length - wanted, 0) :].transpose(1, 2)
-    if length < wanted:
-        before = x.new_zeros(x.shape[0], x.shape[2], wanted) if first is None else first.to(x.dtype)
-        tail = torch.cat([before[..., length:], tail], 2)
-    if starts is None or not length:
-        return tail.contiguous()
-    source = torch.arange(length - wanted, length, device=x.device)
-    begun = starts[:, -1:]
-    inside = (source >= begun) | (begun == 0)
-    return torch.where(inside[:, None], tail, 0.0)
+    return (z * torch.sigmoid(z)).to(x.dtype)
 
 
 def inputs_at(x: Tensor, width: int, ends: Tensor, starts: Tensor | None = None) -> Tensor:
@@ -128,28 +95,22 @@ def inputs_at(x: Tensor, width: int, ends: Tensor, starts: Tensor | None = None)
 
 
 @triton.jit
-def _input(x_ptr, state_ptr, token, there, begin, cols, col_mask, x_stride_s, W: tl.constexpr, BACK: tl.constexpr,
-           ACC: tl.constexpr):  # fmt: skip
+def _input(x_ptr, token, there, begin, cols, col_mask, x_stride_s, BACK: tl.constexpr, ACC: tl.constexpr):
     """The inputs ``BACK`` before each token, zero where that is another document's or ``there`` is false."""
     source = token - BACK
     inside = (there & (source >= begin) & (source >= 0))[:, None] & col_mask[None, :]
     at = x_ptr + source.to(tl.int64)[:, None] * x_stride_s + cols[None, :]
-    x = tl.load(at, mask=inside, other=0.0).to(ACC)
-    if state_ptr is not None and BACK > 0:
-        older = (there & (source < 0) & (begin == 0))[:, None] & col_mask[None, :]
-        at = state_ptr + cols.to(tl.int64)[None, :] * (W - 1) + (source + W - 1)[:, None]
-        x += tl.load(at, mask=older, other=0.0).to(ACC)
-    return x
+    return tl.load(at, mask=inside, other=0.0).to(ACC)
 
 
 @triton.jit
-def _before_activation(x_ptr, weight_ptr, bias_ptr, state_ptr, token, there, begin, cols, col_mask, x_stride_s,
+def _before_activation(x_ptr, weight_ptr, bias_ptr, token, there, begin, cols, col_mask, x_stride_s,
                        W: tl.constexpr, T: tl.constexpr, BLOCK: tl.constexpr, ACC: tl.constexpr):  # fmt: skip
     z = tl.zeros((T, BLOCK), ACC)
     if bias_ptr is not None:
         z += tl.load(bias_ptr + cols, mask=col_mask, other=0.0).to(ACC)[None, :]
     for w in tl.static_range(W):
-        x = _input(x_ptr, state_ptr, token, there, begin, cols, col_mask, x_stride_s, W, W - 1 - w, ACC)
+        x = _input(x_ptr, token, there, begin, cols, col_mask, x_stride_s, W - 1 - w, ACC)
         z += x * tl.load(weight_ptr + cols * W + w, mask=col_mask, other=0.0).to(ACC)[None, :]
     return z
 
@@ -168,7 +129,6 @@ def _forward_kernel(
     x_ptr,
     weight_ptr,
     bias_ptr,
-    state_ptr,
     starts_ptr,
     out_ptr,
     x_stride_b,
@@ -186,9 +146,7 @@ def _forward_kernel(
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     there, col_mask = token < S, cols < channels
     begin = _begins(starts_ptr, batch, starts_stride, token, there)
-    if state_ptr is not None:
-        state_ptr += batch * channels * (W - 1)
-    z = _before_activation(x_ptr + batch * x_stride_b, weight_ptr, bias_ptr, state_ptr, token, there, begin, cols,
+    z = _before_activation(x_ptr + batch * x_stride_b, weight_ptr, bias_ptr, token, there, begin, cols,
                            col_mask, x_stride_s, W, T, BLOCK, ACC)  # fmt: skip
     at = out_ptr + (batch * S + token)[:, None] * channels + cols[None, :]
     tl.store(at, (z * sigmoid(z)).to(out_ptr.dtype.element_ty), mask=there[:, None] & col_mask[None, :])
@@ -200,10 +158,8 @@ def _backward_kernel(
     x_ptr,
     weight_ptr,
     bias_ptr,
-    state_ptr,
     starts_ptr,
     dx_ptr,
-    d_state_ptr,
     dw_ptr,
     dy_stride_b,
     dy_stride_s,
@@ -223,45 +179,36 @@ def _backward_kernel(
     BLOCK: tl.constexpr,
     ACC: tl.constexpr,
 ):
-    """``blocks`` tiles of T tokens of one row; with a state they begin W - 1 before the row's first token."""
+    """``blocks`` tiles of T tokens of one row."""
     batch, share = (tl.program_id(0) // shares).to(tl.int64), tl.program_id(0) % shares
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     col_mask = cols < channels
     tap = tl.arange(0, TAPS)
     x_ptr += batch * x_stride_b
     dy_ptr += batch * dy_stride_b
-    if state_ptr is not None:
-        state_ptr += batch * channels * (W - 1)
-        d_state_ptr += batch * channels * (W - 1)
     dw = tl.zeros((TAPS, BLOCK), ACC)
     for block in range(blocks):
         token = (share * blocks + block) * T + tl.arange(0, T)
-        if state_ptr is not None:
-            token -= W - 1
         dx = tl.zeros((T, BLOCK), ACC)
         for o in tl.static_range(W):
             reader = token + o
-            there = (reader >= 0) & (reader < S)
+            there = reader < S
             begin = _begins(starts_ptr, batch, starts_stride, reader, there)
-            z = _before_activation(x_ptr, weight_ptr, bias_ptr, state_ptr, reader, there, begin, cols, col_mask,
+            z = _before_activation(x_ptr, weight_ptr, bias_ptr, reader, there, begin, cols, col_mask,
                                    x_stride_s, W, T, BLOCK, ACC)  # fmt: skip
             _, slope = activate(z, "silu")
             at = dy_ptr + reader.to(tl.int64)[:, None] * dy_stride_s + cols[None, :]
             dz = slope * tl.load(at, mask=there[:, None] & col_mask[None, :], other=0.0).to(ACC)
             weight = tl.load(weight_ptr + cols * W + (W - 1 - o), mask=col_mask, other=0.0).to(ACC)
-            reads = (token >= begin) | ((token < 0) & (begin == 0))
-            dx += tl.where(reads[:, None], dz * weight[None, :], 0.0)
+            dx += tl.where((token >= begin)[:, None], dz * weight[None, :], 0.0)
             if WANT_DW and o == 0:
                 dw += tl.where(tap[:, None] == W, tl.sum(dz, 0)[None, :], 0.0)
                 for w in tl.static_range(W):
-                    x = _input(x_ptr, state_ptr, reader, there, begin, cols, col_mask, x_stride_s, W, W - 1 - w, ACC)
+                    x = _input(x_ptr, reader, there, begin, cols, col_mask, x_stride_s, W - 1 - w, ACC)
                     dw += tl.where(tap[:, None] == w, tl.sum(dz * x, 0)[None, :], 0.0)
-        inside = (token >= 0) & (token < S)
+        inside = token < S
         at = dx_ptr + (batch * dx_stride_b + token.to(tl.int64) * dx_stride_s)[:, None] + cols[None, :]
         tl.store(at, dx.to(dx_ptr.dtype.element_ty), mask=inside[:, None] & col_mask[None, :])
-        if state_ptr is not None:
-            at = d_state_ptr + cols.to(tl.int64)[None, :] * (W - 1) + (token + W - 1)[:, None]
-            tl.store(at, dx.to(d_state_ptr.dtype.element_ty), mask=(token < 0)[:, None] & col_mask[None, :])
     if WANT_DW:
         at = dw_ptr + (tl.program_id(0).to(tl.int64) * channels + cols)[None, :] * (W + 1) + tap[:, None]
         tl.store(at, dw, mask=(tap <= W)[:, None] & col_mask[None, :])
@@ -271,28 +218,25 @@ class _CausalConv(torch.autograd.Function):
     """Saves the inputs."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, first: Tensor | None, starts: Tensor | None
-    ) -> Tensor:
-        ctx.save_for_backward(x, weight, bias, first, starts)
-        return rounded(forward(x, weight, bias, first, starts), x.dtype)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, starts: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight, bias, starts)
+        return rounded(forward(x, weight, bias, starts), x.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, bias, first, starts = ctx.saved_tensors
+        x, weight, bias, starts = ctx.saved_tensors
         want_dw = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
-        dx, d_first, dw = backward(x, weight, bias, first, starts, dy, want_dw=want_dw)
+        dx, dw = backward(x, weight, bias, starts, dy, want_dw=want_dw)
         return (
             rounded(dx, x.dtype),
             dw[:, :-1].to(weight.dtype) if ctx.needs_input_grad[1] and dw is not None else None,
             dw[:, -1].to(bias.dtype) if ctx.needs_input_grad[2] and dw is not None else None,
-            None if d_first is None else rounded(d_first, first.dtype),
             None,
         )
 
 
-def forward(x: Tensor, weight: Tensor, bias: Tensor | None, first: Tensor | None, starts: Tensor | None) -> Tensor:
+def forward(x: Tensor, weight: Tensor, bias: Tensor | None, starts: Tensor | None) -> Tensor:
     """The output, by the kernel."""
     out = torch.empty(x.shape, dtype=store_dtype(x.dtype), device=x.device)
     if out.numel():
@@ -302,7 +246,6 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor | None, first: Tensor | None
                 x,
                 weight.contiguous(),
                 None if bias is None else bias.contiguous(),
-                None if first is None else first.contiguous(),
                 None if starts is None else starts.contiguous(),
                 out,
                 *x.stride()[:2],
@@ -322,23 +265,21 @@ def backward(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    first: Tensor | None,
     starts: Tensor | None,
     dy: Tensor,
     *,
     want_dw: bool,
     into: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """dx, the state's gradient or None, and dweight with dbias beside it (C, W + 1), float32, or None. ``into``: takes
+) -> tuple[Tensor, Tensor | None]:
+    """dx, and dweight with dbias beside it (C, W + 1), float32, or None. ``into``: takes
     dx, the channels of a token side by side.
     """
     batch, length, channels = x.shape
     width, device = weight.shape[1], x.device
     dx = torch.empty(x.shape, dtype=store_dtype(x.dtype), device=device) if into is None else into
-    d_first = None if first is None else torch.zeros(first.shape, dtype=store_dtype(first.dtype), device=device)
     if not dx.numel():
-        return dx, d_first, torch.zeros(channels, width + 1, device=device) if want_dw else None
-    tiles = triton.cdiv(length + (0 if first is None else width - 1), _TOKENS)
+        return dx, torch.zeros(channels, width + 1, device=device) if want_dw else None
+    tiles = triton.cdiv(length, _TOKENS)
     blocks = triton.cdiv(tiles, 1 if interpreting() else max(1, _SHARES // batch)) if want_dw else 1
     shares = triton.cdiv(tiles, blocks)
     partial = torch.empty((batch * shares, channels * (width + 1)) if want_dw else (0,), device=device)
@@ -349,10 +290,8 @@ def backward(
             x,
             weight.contiguous(),
             None if bias is None else bias.contiguous(),
-            None if first is None else first.contiguous(),
             None if starts is None else starts.contiguous(),
             dx,
-            d_first,
             partial,
             *dy.stride()[:2],
             *x.stride()[:2],
@@ -368,9 +307,9 @@ def backward(
             T=_TOKENS,
             BLOCK=_CHANNELS,
             ACC=triton_dtype(x.dtype),
-            num_warps=4 if first is None else 8,  # with a state 4 would spill
+            num_warps=4,
         )
-    return dx, d_first, column_sums(partial).view(channels, width + 1) if want_dw else None
+    return dx, column_sums(partial).view(channels, width + 1) if want_dw else None
 
 
 def _starts_stride(starts: Tensor | None) -> int:
@@ -382,7 +321,7 @@ def _readable(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
-def _check(x: Tensor, weight: Tensor, bias: Tensor | None, starts: Tensor | None, first: Tensor | None) -> None:
+def _check(x: Tensor, weight: Tensor, bias: Tensor | None, starts: Tensor | None) -> None:
     if x.dim() != 3 or weight.dim() != 2 or weight.shape[0] != x.shape[2] or weight.shape[1] not in FILTER_WIDTHS:
         raise ValueError(f"expected x (B, S, C) and weight (C, 2 to 8), got {tuple(x.shape)}, {tuple(weight.shape)}")
     if not x.is_floating_point():
@@ -391,5 +330,3 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None, starts: Tensor | None
         raise ValueError(f"the bias {tuple(bias.shape)} is not a number a channel of {x.shape[2]}")
     if starts is not None and (starts.shape not in ((1, x.shape[1]), x.shape[:2]) or starts.dtype != torch.int32):
         raise ValueError(f"starts {tuple(starts.shape)} in {starts.dtype} are not int32 (B or 1, S)")
-    if first is not None and first.shape != (x.shape[0], x.shape[2], weight.shape[1] - 1):
-        raise ValueError(f"the first state {tuple(first.shape)} is not (B, C, W - 1)")

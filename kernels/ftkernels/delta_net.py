@@ -8,7 +8,7 @@ product of the projections gives it (``ftkernels.lora_group``):
     q, k, v = silu(conv([q | k | v]))         ``ftkernels.causal_conv``
     g, beta = gates(a, b)                     ``ftkernels.delta_gates``
     o = delta_rule(q, k, v, g, beta)          ``ftkernels.delta_rule``, q and k normalized
-    y = w norm(o) silu(z)                     ``ftkernels.gated_norm``
+    y = w norm(o) silu(z)                     ``ftkernels.delta_gates``
 
 Kept for backward: ``joined``, o, g and beta. The filter runs again there, which costs a reading and a writing of q, k
 and v; every gradient is written where it belongs in that of ``joined``, so that none is copied.
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ftkernels import causal_conv, delta_gates, gated_norm
+from ftkernels import causal_conv, delta_gates
 from ftkernels.delta_rule import delta_rule, delta_rule_backend
 from ftkernels.delta_rule_backward import Kept, gradients, scan_back
 from ftkernels.delta_rule_forward import DeltaInputs, DeltaTiles, delta_tiles, prepare, scan
@@ -118,10 +118,10 @@ def delta_net_reference(
     """The same in plain torch, differentiable."""
     _check(joined, weights, sizes)
     mixed, gate, strength, decay = parts_of(joined, sizes)
-    filtered = causal_conv.causal_conv_reference(mixed, weights.filter, weights.filter_bias, starts=starts).out
+    filtered = causal_conv.causal_conv_reference(mixed, weights.filter, weights.filter_bias, starts=starts)
     gates = delta_gates.delta_gates_reference(decay, strength, weights.a_log, weights.dt_bias)
-    out = delta_rule(*heads_of(filtered, sizes), *gates, starts=starts, backend="torch").out
-    return gated_norm.gated_norm_reference(out, gate, weights.norm, weights.eps).flatten(-2)
+    out = delta_rule(*heads_of(filtered, sizes), *gates, starts=starts, backend="torch")
+    return delta_gates.gated_norm_reference(out, gate, weights.norm, weights.eps).flatten(-2)
 
 
 def _check(joined: Tensor, weights: NetWeights, sizes: NetSizes) -> None:
@@ -166,13 +166,13 @@ class _DeltaNet(torch.autograd.Function):
         call = _Call(joined, sizes, None if starts is None else starts.contiguous())
         _, z, b, a = parts_of(joined, sizes)
         gates = delta_gates.Gates(*(torch.empty(a.shape, dtype=torch.float32, device=a.device) for _ in range(2)))
-        delta_gates.launch((a, b, a_log, dt_bias), gates, None)
+        delta_gates.launch_gates((a, b, a_log, dt_bias), gates, None)
         inputs, tiles = call.rule(_filtered(call, weight, bias), *gates)
-        made = scan(inputs, prepare(inputs, tiles), None, keep=False, want_last=False, tiles=tiles)
+        made = scan(inputs, prepare(inputs, tiles), keep=False, tiles=tiles)
         assert made.out is not None
         attended = rounded(made.out, joined.dtype)
         out = torch.empty(attended.shape, dtype=store_dtype(joined.dtype), device=joined.device)
-        gated_norm.launch(attended, z, None, norm, eps, out, out, want_dw=False)
+        delta_gates.launch_norm(attended, z, None, norm, eps, out, out, want_dw=False)
         ctx.save_for_backward(joined, weight, bias, a_log, dt_bias, norm, *gates, attended, starts)
         ctx.sizes, ctx.eps = sizes, eps
         return rounded(out, joined.dtype).flatten(-2)
@@ -188,16 +188,18 @@ class _DeltaNet(torch.autograd.Function):
         do = torch.empty(attended.shape, dtype=store_dtype(joined.dtype), device=joined.device)
         want_norm = ctx.needs_input_grad[5]
         dy = dy.unflatten(-1, attended.shape[-2:])
-        d_norm = gated_norm.launch(attended, z, dy, norm, ctx.eps, do, dz, want_dw=want_norm)
+        d_norm = delta_gates.launch_norm(attended, z, dy, norm, ctx.eps, do, dz, want_dw=want_norm)
         grads = _rule_backward(call, _filtered(call, weight, bias), g, beta, rounded(do, joined.dtype))
-        rates = delta_gates.launch((a, b, a_log, dt_bias), delta_gates.Gates(*grads[3:]), delta_gates.Gates(da, db))
+        rates = delta_gates.launch_gates(
+            (a, b, a_log, dt_bias), delta_gates.Gates(*grads[3:]), delta_gates.Gates(da, db)
+        )
         want_filter = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
         taps, first = [], 0
         for part, size in zip(grads[:3], ctx.sizes.parts[:3], strict=True):
             own = slice(first, first + size)
             bias_part = None if bias is None else bias[own]
-            given = (joined[..., own], weight[own], bias_part, None, call.starts, part.flatten(-2))
-            taps.append(causal_conv.backward(*given, want_dw=want_filter, into=d_joined[..., own])[2])
+            given = (joined[..., own], weight[own], bias_part, call.starts, part.flatten(-2))
+            taps.append(causal_conv.backward(*given, want_dw=want_filter, into=d_joined[..., own])[1])
             first += size
         d_filter = torch.cat([tap for tap in taps if tap is not None]) if want_filter else None
         return (
@@ -214,7 +216,7 @@ class _DeltaNet(torch.autograd.Function):
 def _filtered(call: _Call, weight: Tensor, bias: Tensor | None) -> Tensor:
     """The filter's output, made in forward and again in backward."""
     return rounded(
-        causal_conv.forward(parts_of(call.joined, call.sizes).mixed, weight, bias, None, call.starts), call.joined.dtype
+        causal_conv.forward(parts_of(call.joined, call.sizes).mixed, weight, bias, call.starts), call.joined.dtype
     )
 
 
@@ -222,9 +224,9 @@ def _rule_backward(call: _Call, filtered: Tensor, g: Tensor, beta: Tensor, do: T
     """dq, dk, dv by head in the dtype of their tensors, dg and d_beta in float32."""
     inputs, tiles = call.rule(filtered, g, beta)
     chunks = prepare(inputs, tiles)
-    again = scan(inputs, chunks, None, keep=True, want_last=False, tiles=tiles)
+    again = scan(inputs, chunks, keep=True, tiles=tiles)
     assert again.x is not None
     assert again.states is not None
-    back = scan_back(inputs, chunks, do, None, want_first=False, tiles=tiles)
+    back = scan_back(inputs, chunks, do, tiles)
     made = gradients(inputs, chunks, Kept(again.x, again.states), do, back, tiles)
     return (*(rounded(t, filtered.dtype) for t in (made.dq, made.dk, back.dv)), made.dg, made.d_beta)

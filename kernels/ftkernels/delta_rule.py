@@ -8,7 +8,7 @@ reads key head h // (Hv / Hk). For each value head, token by token, with a state
     M <- M + beta k~ (v - M^T k~)^T              correct what the state predicts of v
     o = M^T q~
 
-At the first token of a document M is zero, or the state that the call is given where that is the row's first token.
+At the first token of a document M is zero.
 
 Chunks (Yang et al., 2024, arXiv 2412.06464, in a form of our own). Within a chunk let t_i be the sum of g of the
 document's tokens up to i, D_ij = exp(t_i - t_j) for j <= i of one document, else 0, and M the state before the chunk. A
@@ -57,10 +57,10 @@ from ftkernels.limits import why_no_delta_rule
 
 
 class DeltaOutput(NamedTuple):
-    """The output (B, S, Hv, V) in v's dtype, and the state after the last token (B, Hv, K, V) in float32 or None."""
+    """The output (B, S, Hv, V) in v's dtype, and states (B or E, Hv, K, V) after tokens."""
 
     out: Tensor
-    last: Tensor | None
+    last: Tensor
 
 
 def delta_rule(
@@ -71,13 +71,11 @@ def delta_rule(
     beta: Tensor,
     *,
     starts: Tensor | None = None,
-    first: Tensor | None = None,
-    want_last: bool = False,
     normalize: bool = True,
     scale: float | None = None,
     backend: BackendName = "auto",
-) -> DeltaOutput:
-    """The gated delta rule; the module docstring has the formulas.
+) -> Tensor:
+    """The gated delta rule, (B, S, Hv, V) in v's dtype; the module docstring has the formulas.
 
     Args:
         q, k: (B, S, Hk, K), any strides; copied only where the features of a head lie apart.
@@ -85,23 +83,18 @@ def delta_rule(
         g: (B, S, Hv), the decay's logarithm, at most 0 and taken as -40 below that; any strides.
         beta: (B, S, Hv), not below 0.
         starts: (B or 1, S) int32: for each token the index of its document's first token. None: one document a row.
-        first: (B, Hv, K, V), the state before the row's first token; None is zero.
-        want_last: whether the state after the last token is wanted.
         normalize: whether q and k are divided by their norms.
         scale: of q; None is K^-0.5.
 
     Raises:
         ValueError: shapes or dtypes that do not fit.
     """
-    _check(q, k, v, g, beta, starts, first)
+    _check(q, k, v, g, beta, starts)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if not delta_rule_backend(q, v, backend).is_triton:
-        return delta_rule_chunked(
-            q, k, v, g, beta, starts=starts, first=first, want_last=want_last, normalize=normalize, scale=scale
-        )
-    settings = (starts, scale, normalize, want_last)
-    out, last = _DeltaRule.apply(q, k, v, g, beta, first, settings)  # type: ignore[no-untyped-call]
-    return DeltaOutput(out, last)
+        return delta_rule_chunked(q, k, v, g, beta, starts=starts, normalize=normalize, scale=scale)
+    out: Tensor = _DeltaRule.apply(q, k, v, g, beta, (starts, scale, normalize))  # type: ignore[no-untyped-call]
+    return out
 
 
 @torch.no_grad()
@@ -126,18 +119,19 @@ def delta_rule_ends(
     Raises:
         ValueError: more than one row, or shapes or dtypes that do not fit.
     """
-    _check(q, k, v, g, beta, starts, None)
+    _check(q, k, v, g, beta, starts)
     if v.shape[0] != 1 or not v.shape[1] or ends.dim() != 1 or ends.dtype != torch.int32:
         raise ValueError(f"ends {tuple(ends.shape)} in {ends.dtype} are not int32 (E,) of one row, {tuple(v.shape)}")
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if not delta_rule_backend(q, v, backend).is_triton:
-        return _chunked(q, k, v, g, beta, starts, None, ends, normalize, scale)
+        return _chunked(q, k, v, g, beta, starts, ends, normalize, scale)
     inputs, tiles = _inputs(q, k, v, g, beta, starts, scale, normalize), delta_tiles(v.shape[-1], v.dtype)
     begins = torch.zeros_like(ends) if starts is None else starts[0, ends]
     chunks = torch.arange(inputs.chunks + 1, dtype=torch.int32, device=ends.device)
     asked = Ends(ends.contiguous(), begins, torch.searchsorted(ends, chunks * CHUNK, out_int32=True))
-    made = scan(inputs, prepare(inputs, tiles), None, keep=False, want_last=False, tiles=tiles, ends=asked)
+    made = scan(inputs, prepare(inputs, tiles), keep=False, tiles=tiles, ends=asked)
     assert made.out is not None
+    assert made.at_ends is not None
     return DeltaOutput(rounded(made.out, v.dtype), made.at_ends)
 
 
@@ -160,14 +154,12 @@ def delta_rule_reference(
     beta: Tensor,
     *,
     starts: Tensor | None = None,
-    first: Tensor | None = None,
-    want_last: bool = False,
     normalize: bool = True,
     scale: float | None = None,
 ) -> DeltaOutput:
-    """The same token by token in plain torch, differentiable. float64 inputs are computed in float64."""
+    """The same token by token in plain torch, differentiable, with the state after the last one; float64 in float64."""
     q, k, v, g, beta = _prepared(q, k, v, g, beta, normalize, scale)
-    state = q.new_zeros(q.shape[0], q.shape[2], q.shape[3], v.shape[3]) if first is None else first.to(q.dtype)
+    state = q.new_zeros(q.shape[0], q.shape[2], q.shape[3], v.shape[3])
     outs = []
     for token in range(q.shape[1]):
         if starts is not None and token:
@@ -178,7 +170,7 @@ def delta_rule_reference(
         state = state + torch.einsum("bhk,bhv->bhkv", k[:, token] * beta[:, token, :, None], missing)
         outs.append(torch.einsum("bhkv,bhk->bhv", state, q[:, token]))
     out = torch.stack(outs, 1) if outs else v
-    return DeltaOutput(out, state if want_last else None)
+    return DeltaOutput(out, state)
 
 
 def delta_rule_chunked(
@@ -189,14 +181,11 @@ def delta_rule_chunked(
     beta: Tensor,
     *,
     starts: Tensor | None = None,
-    first: Tensor | None = None,
-    want_last: bool = False,
     normalize: bool = True,
     scale: float | None = None,
-) -> DeltaOutput:
+) -> Tensor:
     """The same chunk by chunk in plain torch, differentiable: what runs where the kernels do not."""
-    made = _chunked(q, k, v, g, beta, starts, first, None, normalize, scale)
-    return made if want_last else DeltaOutput(made.out, None)
+    return _chunked(q, k, v, g, beta, starts, None, normalize, scale).out
 
 
 def _chunked(
@@ -206,7 +195,6 @@ def _chunked(
     g: Tensor,
     beta: Tensor,
     starts: Tensor | None,
-    first: Tensor | None,
     ends: Tensor | None,
     normalize: bool,
     scale: float | None,
@@ -214,7 +202,7 @@ def _chunked(
     """Chunks in plain torch, with the states after the tokens ``ends``, or after the last one of each row."""
     dtype, length = v.dtype, v.shape[1]
     q, k, v, g, beta = (t.transpose(1, 2) for t in _prepared(q, k, v, g, beta, normalize, scale))
-    state = q.new_zeros(*q.shape[:2], q.shape[3], v.shape[3]) if first is None else first.to(q.dtype)
+    state = q.new_zeros(*q.shape[:2], q.shape[3], v.shape[3])
     document = torch.zeros((1, length), dtype=torch.int32, device=q.device) if starts is None else starts
     outs, wanted, at_ends = [], [length - 1] if ends is None else ends.tolist(), [state] if not length else []
     for row in range(0, length, CHUNK):
@@ -261,42 +249,35 @@ def _prepared(
 
 
 class _DeltaRule(torch.autograd.Function):
-    """(out, last state). Saves its inputs."""
+    """Saves its inputs."""
 
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, first: Tensor | None, settings: Any
-    ) -> tuple[Tensor, Tensor | None]:
-        starts, scale, normalize, want_last = settings
-        ctx.save_for_backward(q, k, v, g, beta, first, starts)
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, settings: Any) -> Tensor:
+        starts, scale, normalize = settings
+        ctx.save_for_backward(q, k, v, g, beta, starts)
         ctx.scale, ctx.normalize = scale, normalize
-        ctx.set_materialize_grads(False)
         if not v.numel():
-            last = v.new_zeros(v.shape[0], v.shape[2], q.shape[3], v.shape[3], dtype=torch.float32)
-            return torch.empty_like(v), (last if first is None else first.float()) if want_last else None
+            return torch.empty_like(v)
         inputs = _inputs(q, k, v, g, beta, starts, scale, normalize)
         tiles = delta_tiles(v.shape[-1], v.dtype)
-        made = scan(inputs, prepare(inputs, tiles), _state(first), keep=False, want_last=want_last, tiles=tiles)
+        made = scan(inputs, prepare(inputs, tiles), keep=False, tiles=tiles)
         assert made.out is not None
-        return rounded(made.out, v.dtype), made.last
+        return rounded(made.out, v.dtype)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, do: Tensor | None, d_last: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, v, g, beta, first, starts = ctx.saved_tensors
-        if do is None:
-            do = torch.zeros_like(v)
+    def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, g, beta, starts = ctx.saved_tensors
         if not v.numel():
-            d_first = d_last if first is not None else None
-            return *(torch.zeros_like(t) for t in (q, k, v, g, beta)), d_first, None
+            return *(torch.zeros_like(t) for t in (q, k, v, g, beta)), None
         inputs = _inputs(q, k, v, g, beta, starts, ctx.scale, ctx.normalize)
         tiles = delta_tiles(v.shape[-1], v.dtype)
         chunks = prepare(inputs, tiles)
-        again = scan(inputs, chunks, _state(first), keep=True, want_last=False, tiles=tiles)
+        again = scan(inputs, chunks, keep=True, tiles=tiles)
         assert again.x is not None
         assert again.states is not None
-        do, wants_first = _readable(do), ctx.needs_input_grad[5]
-        back = scan_back(inputs, chunks, do, _state(d_last), want_first=wants_first, tiles=tiles)
+        do = _readable(do)
+        back = scan_back(inputs, chunks, do, tiles)
         made = gradients(inputs, chunks, Kept(again.x, again.states), do, back, tiles)
         return (
             rounded(made.dq, q.dtype),
@@ -304,7 +285,6 @@ class _DeltaRule(torch.autograd.Function):
             rounded(back.dv, v.dtype),
             made.dg.to(g.dtype),
             made.d_beta.to(beta.dtype),
-            None if back.d_first is None else back.d_first.to(first.dtype),
             None,
         )
 
@@ -321,13 +301,7 @@ def _readable(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
-def _state(state: Tensor | None) -> Tensor | None:
-    return None if state is None else state.float().contiguous()
-
-
-def _check(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, starts: Tensor | None, first: Tensor | None
-) -> None:
+def _check(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, starts: Tensor | None) -> None:
     if q.dim() != 4 or v.dim() != 4 or k.shape != q.shape or v.shape[:2] != q.shape[:2]:
         raise ValueError(f"expected (B, S, heads, size), got {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}")
     if q.shape[2] == 0 or v.shape[2] % q.shape[2]:
@@ -338,5 +312,3 @@ def _check(
         raise ValueError(f"g {tuple(g.shape)} or beta {tuple(beta.shape)} is not a number a value head of v")
     if starts is not None and (starts.shape not in ((1, q.shape[1]), q.shape[:2]) or starts.dtype != torch.int32):
         raise ValueError(f"starts {tuple(starts.shape)} in {starts.dtype} are not int32 (B or 1, S)")
-    if first is not None and first.shape != (q.shape[0], v.shape[2], q.shape[3], v.shape[3]):
-        raise ValueError(f"the first state {tuple(first.shape)} is not (B, Hv, K, V)")

@@ -44,10 +44,8 @@ def _scan_back_kernel(
     scores_ptr,
     rows_ptr,
     decay_ptr,
-    d_last_ptr,
     dv_ptr,
     d_states_ptr,
-    d_first_ptr,
     q_stride_b,
     q_stride_s,
     q_stride_h,
@@ -76,8 +74,6 @@ def _scan_back_kernel(
     square = place[:, None] * C + place[None, :]
     state_at = tl.arange(0, K)[:, None] * V + first_value + tl.arange(0, BLOCK_V)[None, :]
     d_state = tl.zeros((K, BLOCK_V), tl.float32)
-    if d_last_ptr is not None:
-        d_state = tl.load(d_last_ptr + lane * (K * V) + state_at)
     for back in range(chunks):
         chunk = chunks - 1 - back
         row, kept = chunk * C, tl.load(decay_ptr + lane * chunks + chunk)
@@ -104,8 +100,6 @@ def _scan_back_kernel(
         d_state = tl.dot(tl.trans(q), seen, d_state, input_precision=PRECISION)
         taken = (dv * -tl.load(rows_at + vectors)[:, None]).to(CD)
         d_state = tl.dot(tl.trans(k), taken, d_state, input_precision=PRECISION)
-    if d_first_ptr is not None:
-        tl.store(d_first_ptr + lane * (K * V) + state_at, d_state)
 
 
 @triton.jit
@@ -413,26 +407,20 @@ def _pairs_kernel(
 
 
 class ScannedBack(NamedTuple):
-    """dv (B, S, Hv, V) and the gradients of the states after each chunk (B, Hv, N, K, V), in the operands' dtype; that
-    of the first state (B, Hv, K, V), float32, or None.
-    """
+    """dv (B, S, Hv, V) and the gradients of the states after each chunk (B, Hv, N, K, V), in the operands' dtype."""
 
     dv: Tensor
     d_states: Tensor
-    d_first: Tensor | None
 
 
-def scan_back(
-    inputs: DeltaInputs, chunks: Chunks, do: Tensor, d_last: Tensor | None, *, want_first: bool, tiles: DeltaTiles
-) -> ScannedBack:
-    """Walks back over the chunks from ``d_last`` (B, Hv, K, V), float32 and contiguous, or from zero."""
+def scan_back(inputs: DeltaInputs, chunks: Chunks, do: Tensor, tiles: DeltaTiles) -> ScannedBack:
+    """Walks back over the chunks."""
     batch, length, _, width = inputs.q.shape
     heads, values, device = inputs.v.shape[2], inputs.v.shape[3], inputs.q.device
     stored, tile = store_dtype(inputs.v.dtype), tiles.back
     made = ScannedBack(
         torch.empty((batch, length, heads, values), dtype=stored, device=device),
         torch.empty((batch, heads, inputs.chunks, width, values), dtype=stored, device=device),
-        torch.empty((batch, heads, width, values), dtype=torch.float32, device=device) if want_first else None,
     )
     with on_device_of(do):
         _scan_back_kernel[(batch * heads * (values // tile.values),)](
@@ -443,10 +431,8 @@ def scan_back(
             chunks.scores,
             chunks.rows,
             chunks.decay,
-            d_last,
             made.dv,
             made.d_states,
-            made.d_first,
             *inputs.q.stride()[:3],
             *inputs.k.stride()[:3],
             *do.stride()[:3],

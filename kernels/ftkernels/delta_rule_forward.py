@@ -239,9 +239,7 @@ def _scan_kernel(
     scores_ptr,
     rows_ptr,
     decay_ptr,
-    first_ptr,
     out_ptr,
-    last_ptr,
     x_ptr,
     states_ptr,
     ends_before_ptr,
@@ -275,8 +273,6 @@ def _scan_kernel(
     square = place[:, None] * C + place[None, :]
     state_at = tl.arange(0, K)[:, None] * V + first_value + tl.arange(0, BLOCK_V)[None, :]
     state = tl.zeros((K, BLOCK_V), tl.float32)
-    if first_ptr is not None:
-        state = tl.load(first_ptr + lane * (K * V) + state_at)
     for chunk in range(chunks):
         row, kept = chunk * C, tl.load(decay_ptr + lane * chunks + chunk)
         at, there = tile_rows(k_ptr, batch, key_head, row, k_stride_b, k_stride_s, k_stride_h, S, 0, K, C)
@@ -307,8 +303,6 @@ def _scan_kernel(
         state *= kept
         added = (x * tl.load(rows_at + 2 * vectors)[:, None]).to(CD)
         state = tl.dot(tl.trans(k), added, state, input_precision=PRECISION)
-    if last_ptr is not None:
-        tl.store(last_ptr + lane * (K * V) + state_at, state)
 
 
 @triton.jit
@@ -431,40 +425,25 @@ class Ends:
 
 @dataclass(frozen=True, slots=True)
 class Scanned:
-    """What a scan leaves: the output (B, S, Hv, V), the last state (B, Hv, K, V) and those at ends (E, Hv, K, V), both
-    float32; or, kept for backward, the x (B, S, Hv, V) and the states before each chunk (B, Hv, N, K, V), both in the
-    operands' dtype.
+    """What a scan leaves: the output (B, S, Hv, V) and the states at ends (E, Hv, K, V), float32; or, kept for
+    backward, the x (B, S, Hv, V) and the states before each chunk (B, Hv, N, K, V), both in the operands' dtype.
     """
 
     out: Tensor | None = None
-    last: Tensor | None = None
     x: Tensor | None = None
     states: Tensor | None = None
     at_ends: Tensor | None = None
 
 
-def scan(
-    inputs: DeltaInputs,
-    chunks: Chunks,
-    first: Tensor | None,
-    *,
-    keep: bool,
-    want_last: bool,
-    tiles: DeltaTiles,
-    ends: Ends | None = None,
-) -> Scanned:
-    """Walks over the chunks from the state ``first`` (B, Hv, K, V), float32 and contiguous, or from zero; with ``ends``
-    over one row, from zero.
-    """
+def scan(inputs: DeltaInputs, chunks: Chunks, *, keep: bool, tiles: DeltaTiles, ends: Ends | None = None) -> Scanned:
+    """Walks over the chunks; with ``ends`` over one row."""
     batch, length, _, width = inputs.q.shape
     heads, values, device = inputs.v.shape[2], inputs.v.shape[3], inputs.q.device
     stored = store_dtype(inputs.v.dtype)
     tile = tiles.kept if keep else tiles.scan
     by_token = torch.empty((batch, length, heads, values), dtype=stored, device=device)
-    last = states = at_ends = None
+    states = at_ends = None
     x = by_token if keep else None if ends is None else torch.empty_like(by_token)
-    if want_last:
-        last = torch.empty((batch, heads, width, values), dtype=torch.float32, device=device)
     if ends is not None:
         at_ends = torch.empty((ends.tokens.shape[0], heads, width, values), dtype=torch.float32, device=device)
     if keep:
@@ -478,9 +457,7 @@ def scan(
             chunks.scores,
             chunks.rows,
             chunks.decay,
-            first,
             by_token,
-            last,
             x,
             states,
             None if ends is None else ends.before,
@@ -525,4 +502,4 @@ def scan(
                 PRECISION=precision_of(inputs.q.dtype),
                 num_warps=tile.warps,
             )
-    return Scanned(x=by_token, states=states) if keep else Scanned(by_token, last, at_ends=at_ends)
+    return Scanned(x=by_token, states=states) if keep else Scanned(by_token, at_ends=at_ends)

@@ -65,8 +65,8 @@ def add_mm_accurate_(out: Tensor, a: Tensor, b: Tensor, *, rows: int) -> Tensor:
     return out
 
 
-def add_mm_(out: Tensor, a: Tensor, b: Tensor, *, alpha: float = 1.0) -> Tensor:
-    """``out += alpha * a @ b`` in place, in one GEMM.
+def add_mm_(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """``out += a @ b`` in place, in one GEMM.
 
     Shapes: out (M, N), a (M, K), b (K, N).
 
@@ -82,7 +82,7 @@ def add_mm_(out: Tensor, a: Tensor, b: Tensor, *, alpha: float = 1.0) -> Tensor:
         b.untyped_storage().data_ptr(),
     ):
         raise ValueError("add_mm_ cannot write into the storage of one of its operands")
-    return out.addmm_(a, b, alpha=alpha)
+    return out.addmm_(a, b)
 
 
 def compute_dtype(device_type: str, *tensors: Tensor | None) -> torch.dtype:

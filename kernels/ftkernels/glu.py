@@ -20,7 +20,7 @@ dxa) are float32 partial sums a program, added in a fixed order afterwards: noth
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 import torch.nn.functional as F
@@ -64,18 +64,6 @@ def glu(gate: Tensor, up: Tensor, activation: Activation, *, backend: BackendNam
     if not choose_backend(gate.device, backend).is_triton:
         return glu_reference(gate, up, activation)
     return _Glu.apply(gate, up, activation)
-
-
-def swiglu(gate: Tensor, up: Tensor, *, backend: BackendName = "auto") -> Tensor:
-    """``silu(gate) * up``; see ``glu``."""
-    return glu(gate, up, "silu", backend=backend)
-
-
-def geglu(
-    gate: Tensor, up: Tensor, *, approximate: Literal["tanh", "none"] = "tanh", backend: BackendName = "auto"
-) -> Tensor:
-    """``gelu(gate) * up`` with the tanh form (Gemma) or the exact one; see ``glu``."""
-    return glu(gate, up, "gelu_tanh" if approximate == "tanh" else "gelu", backend=backend)
 
 
 def glu_reference(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:

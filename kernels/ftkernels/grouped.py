@@ -265,7 +265,7 @@ def grouped_outer(thin: Tensor, wide: Tensor, groups: Groups, *, rows: Tensor | 
 
 def grouped_weight(
     left: Tensor, right: Tensor, groups: Groups, *, left_rows: Tensor | None = None, right_rows: Tensor | None = None,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | None = None, tile: WeightTile | None = None,
 ) -> Tensor:  # fmt: skip
     """(G, A, B) in ``dtype``, or the accumulation dtype: left (M or T, A), right (M or T, B), each read at its rows. A
     group without rows has zeros.
@@ -274,7 +274,7 @@ def grouped_weight(
     dtype = wide if dtype is None else dtype
     if groups.tiles is None:
         return _outer_torch(left, right, groups, left_rows, right_rows).to(dtype)
-    tile = _weight_tile(groups, left.dtype)
+    tile = tile or _weight_tile(groups, left.dtype)
     parts_a, parts_b = triton.cdiv(a, tile.left), triton.cdiv(b, tile.right)
     out = torch.empty((groups.count, a, b), dtype=store_dtype(dtype), device=left.device)
     with on_device_of(left):

@@ -168,7 +168,7 @@ class _Tiles:
         for start, stop in pairwise([*starts, self.head.shape[0]]):
             head = self.head[start:stop]
             products = self._buffer[: x.shape[0] * head.shape[0]].view(x.shape[0], head.shape[0])
-            _mm_into(products, x, head.t())
+            mm_accurate(x, head.t(), out=products)
             bias = None if self.bias is None else self.bias[start:stop].contiguous()
             yield Slab(products, start, bias), head
 
@@ -312,16 +312,6 @@ class _LinearLogProb(torch.autograd.Function):
             None,
             None,
         )
-
-
-def _mm_into(out: Tensor, a: Tensor, b: Tensor) -> None:
-    """``out = a @ b``, summed and written in ``out``'s dtype, which is float32 for half-precision operands."""
-    if out.dtype == a.dtype:
-        torch.mm(a, b, out=out)
-    elif a.is_cuda:
-        torch.mm(a, b, out_dtype=out.dtype, out=out)
-    else:
-        torch.mm(a.to(out.dtype), b.to(out.dtype), out=out)
 
 
 def _add_mm_accurate_(out: Tensor, a: Tensor, b: Tensor) -> Tensor:

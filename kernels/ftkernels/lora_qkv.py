@@ -43,9 +43,8 @@ from ftkernels.projection import (
     project_reference,
     weight_tensors,
 )
-from ftkernels.qkv_norm_rope import qkv_norm_rope_backward, qkv_norm_rope_forward
+from ftkernels.qkv_norm_rope import qkv_norm_rope_backward, qkv_norm_rope_forward, qkv_rope_backward, qkv_rope_forward
 from ftkernels.qkv_parts import HeadNorms, Rotary
-from ftkernels.qkv_rope import qkv_rope_backward, qkv_rope_forward
 from ftkernels.rms_norm import rms_norm, rms_norm_reference
 from ftkernels.rope import apply_rope, apply_rope_reference
 

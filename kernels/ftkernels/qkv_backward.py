@@ -1,4 +1,4 @@
-"""The backward of both epilogues of a QKV projection: their formulas are in ``ftkernels.qkv_rope`` and
+"""The backward of both epilogues of a QKV projection: their formulas are in ``ftkernels.qkv_norm_rope`` and
 ``ftkernels.qkv_norm_rope``.
 """
 

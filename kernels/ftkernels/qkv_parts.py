@@ -1,4 +1,4 @@
-"""Shared parts of a QKV projection's epilogues, forward and backward. Their formulas are in ``ftkernels.qkv_rope`` and
+"""Shared parts of a QKV projection's epilogues, forward and backward. Their formulas are in
 ``ftkernels.qkv_norm_rope``, the lanes of a head in ``ftkernels.rope``.
 
 Sums over all heads of a token, for norms over the width of queries and of keys (OLMo-2, OLMo-3): a pass in front of

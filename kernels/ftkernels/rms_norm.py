@@ -370,15 +370,13 @@ def norm_backward(
     *,
     d_sum: Tensor | None = None,
     want_dw: bool = False,
-    out_dtype: torch.dtype | None = None,
     tile: Tile | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """(dx in ``out_dtype`` or x's dtype, dw (H,) float32 or None). ``d_sum``, of x's shape, is added to dx inside."""
+    """(dx in x's dtype, dw (H,) float32 or None). ``d_sum``, of x's shape, is added to dx inside."""
     source = as_rows(x)
     width = x.shape[-1]
     acc = accumulate_dtype(x.dtype)
-    dx_dtype = out_dtype or x.dtype
-    dx = torch.empty(x.shape, dtype=store_dtype(dx_dtype), device=x.device)
+    dx = torch.empty(x.shape, dtype=store_dtype(x.dtype), device=x.device)
     rows, block, warps = _tile(max(width, 1), tile)
     blocks = triton.cdiv(source.count, rows)
     each = max(1, triton.cdiv(blocks, _DW_PROGRAMS)) if want_dw else 1
@@ -406,7 +404,7 @@ def norm_backward(
                 BLOCK=block,
                 num_warps=warps,
             )
-    return rounded(dx, dx_dtype), column_sums(partial) if want_dw else None
+    return rounded(dx, x.dtype), column_sums(partial) if want_dw else None
 
 
 def norm_forward_torch(

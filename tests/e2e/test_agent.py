@@ -94,9 +94,9 @@ def test_rollouts_act_are_rewarded_and_go_on_alike(acting: User) -> None:
 
 
 def test_a_run_without_lockstep_is_a_run(acting: User, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ftcli.methods.grpo import episodes
+    from ftcli.methods.grpo import draws
 
-    opened = episodes.open_acting
+    opened = draws.open_acting
 
     def at_once(job: Any, grpo: Any) -> Any:
         from dataclasses import replace
@@ -104,7 +104,7 @@ def test_a_run_without_lockstep_is_a_run(acting: User, monkeypatch: pytest.Monke
         found = opened(job, grpo)
         return None if found is None else replace(found, lockstep=False)
 
-    monkeypatch.setattr(episodes, "open_acting", at_once)
+    monkeypatch.setattr(draws, "open_acting", at_once)
     acting.done("grpo", recipe(acting))
     assert any(line.get("tools/call_frequency", 0) > 0 for line in acting.metrics("r"))
 

@@ -101,8 +101,8 @@ KERNELS = (
     _m(
         "causal convolution: gradients from the next document",
         _K + "causal_conv.py",
-        "reads = (token >= begin) | ((token < 0) & (begin == 0))",
-        "reads = token < S",
+        "tl.where((token >= begin)[:, None], dz",
+        "tl.where((token < S)[:, None], dz",
         "ops/test_causal_conv.py",
     ),
     _m(
@@ -268,9 +268,9 @@ KERNELS = (
     ),
     _m(
         "The queries', keys' and values' one x A^T read as if each had its own",
-        _K + "qkv_rope.py",
-        "xa_at = xa_ptr + row64 * K if JOINED",
-        "xa_at = xa_ptr + row64 * (3 * K) + part * K if JOINED",
+        _K + "qkv_norm_rope.py",
+        "* (2 * HALF)\n        if DELTA:\n            xa_at = xa_ptr + row64 * K if JOINED",
+        "* (2 * HALF)\n        if DELTA:\n            xa_at = xa_ptr + row64 * (3 * K) + part * K if JOINED",
         "ops/test_lora_joined.py",
     ),
     _m(

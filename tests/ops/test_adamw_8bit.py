@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from ftkernels.adamw import AdamWSettings
-from ftkernels.adamw_8bit import BLOCK, Moment8, adamw_step_8bit, dequantized, largest_step, values_of
+from ftkernels.adamw import BLOCK, AdamWSettings, Moment8, adamw_step_8bit, dequantized, largest_step, values_of
 
 SETTINGS = AdamWSettings(lr=1e-2, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, step=1)
 

@@ -66,7 +66,6 @@ def test_a_window_keeps_documents_apart() -> None:
 
 @pytest.mark.parametrize("packed", [
     AttentionMask.from_document_ids(torch.tensor([[4, 4, 7, 7, 7, 4]])),
-    AttentionMask.from_position_ids(torch.tensor([[0, 1, 0, 1, 2, 0]])),
     AttentionMask.from_cu_seqlens(torch.tensor([0, 2, 5, 6]), 6),
     AttentionMask.from_cu_seqlens(torch.tensor([0, 2, 2, 5, 6], dtype=torch.int32), 6),
 ])  # fmt: skip

@@ -23,8 +23,8 @@ from ftkernels.lora_mlp import lora_mlp, lora_mlp_reference
 from ftkernels.lora_qkv import lora_qkv, lora_qkv_reference
 from ftkernels.nf4 import NF4_TABLE, NF4Weight
 from ftkernels.projection import Norm, Projection
+from ftkernels.qkv_norm_rope import qkv_rope_backward, qkv_rope_forward
 from ftkernels.qkv_parts import Rotary
-from ftkernels.qkv_rope import qkv_rope_backward, qkv_rope_forward
 from ftkernels.rms_norm import norm_backward, norm_backward_torch, norm_forward, norm_forward_torch
 from ftkernels.rope import _launch as rope_launch
 from ftkernels.rope import apply_rope_reference

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from ftkernels.delta_gates import Gates, delta_gates, delta_gates_reference
-from ftkernels.gated_norm import gated_norm, gated_norm_reference
+from ftkernels.delta_gates import Gates, delta_gates, delta_gates_reference, gated_norm, gated_norm_reference
 from torch import Tensor
 
 

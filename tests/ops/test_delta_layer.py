@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from ftkernels.causal_conv import causal_conv
-from ftkernels.delta_gates import delta_gates
-from ftkernels.delta_rule import delta_rule
+from ftkernels.causal_conv import causal_conv, inputs_at
+from ftkernels.delta_gates import delta_gates, gated_norm
+from ftkernels.delta_rule import delta_rule, delta_rule_ends
 from ftkernels.delta_step import conv_step, delta_step
-from ftkernels.gated_norm import gated_norm
 from torch import Tensor, nn
 
 HEADS, SIZE = (2, 4), 32
@@ -46,9 +45,9 @@ def heads(mixed: Tensor) -> list[Tensor]:
 
 def ours(layer: Any, hidden: Tensor, starts: Tensor | None = None) -> Tensor:
     kernels: Any = {"backend": "triton"}
-    mixed = causal_conv(layer.in_proj_qkv(hidden), layer.conv1d.weight[:, 0], starts=starts, **kernels).out
+    mixed = causal_conv(layer.in_proj_qkv(hidden), layer.conv1d.weight[:, 0], starts=starts, **kernels)
     gates = delta_gates(layer.in_proj_a(hidden), layer.in_proj_b(hidden), layer.A_log, layer.dt_bias, **kernels)
-    out = delta_rule(*heads(mixed), *gates, starts=starts, **kernels).out
+    out = delta_rule(*heads(mixed), *gates, starts=starts, **kernels)
     z = layer.in_proj_z(hidden).unflatten(-1, (-1, SIZE))
     normed = gated_norm(out, z, layer.norm.weight, layer.norm.variance_epsilon, **kernels)
     gave: Tensor = layer.out_proj(normed.flatten(-2))
@@ -89,14 +88,15 @@ def test_a_prompt_and_steps_after_it(device: str, tools: Any, layer: Any) -> Non
     """The states that the prompt leaves go into pools; four steps from there are the rest of the sequence."""
     layer.to(device)
     hidden = torch.randn(2, 40, 32, device=device)
-    mixed = causal_conv(layer.in_proj_qkv(hidden[:, :36]), layer.conv1d.weight[:, 0], want_last=True, backend="triton")
+    projected, ends = layer.in_proj_qkv(hidden[:, :36]), torch.tensor([35], dtype=torch.int32, device=device)
+    mixed = causal_conv(projected, layer.conv1d.weight[:, 0], backend="triton")
     a, b = layer.in_proj_a(hidden), layer.in_proj_b(hidden)
     g, beta = delta_gates(a, b, layer.A_log, layer.dt_bias, backend="triton")
-    prompt = delta_rule(*heads(mixed.out), g[:, :36], beta[:, :36], want_last=True, backend="triton")
-    assert mixed.last is not None
-    assert prompt.last is not None
+    given = [*heads(mixed), g[:, :36], beta[:, :36]]
+    last = [delta_rule_ends(*(t[at : at + 1] for t in given), ends, backend="triton").last for at in range(2)]
+    before = [inputs_at(projected[at : at + 1], layer.conv1d.weight.shape[-1], ends) for at in range(2)]
     slots = torch.tensor([1, 0], dtype=torch.int32, device=device)
-    inputs, states = mixed.last.flip(0).contiguous(), prompt.last.flip(0).contiguous()
+    inputs, states = torch.cat(before[::-1]).contiguous(), torch.cat(last[::-1]).contiguous()
     exact = layer(hidden)
     for token in range(36, 40):
         x = conv_step(

@@ -16,9 +16,8 @@ from ftkernels.lora_qkv import lora_qkv, lora_qkv_reference
 from ftkernels.lowrank_plan import adapter_tensors
 from ftkernels.nf4 import quantize_nf4
 from ftkernels.projection import AdapterPacks, Norm, Projection, WeightCopies
-from ftkernels.qkv_norm_rope import qkv_norm_rope_backward, qkv_norm_rope_forward
+from ftkernels.qkv_norm_rope import qkv_norm_rope_backward, qkv_norm_rope_forward, qkv_rope_backward, qkv_rope_forward
 from ftkernels.qkv_parts import HeadNorms, Rotary
-from ftkernels.qkv_rope import qkv_rope_backward, qkv_rope_forward
 from torch import Tensor
 
 from tests.pairs import all_pairs

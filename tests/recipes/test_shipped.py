@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from ftcli.config.load import dump_recipe, load_recipe
-from ftcli.preflight import named_device, preflight
+from ftcli.facts.device import named_device
+from ftcli.preflight.stages import preflight
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 ALL = sorted(RECIPES.rglob("*.yaml"))

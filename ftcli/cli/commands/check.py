@@ -232,12 +232,10 @@ def samples_text(samples: Sequence[SampledRow], style: Style) -> str:
     if not samples:
         return ""
     plain = style.paint("x", _TRAINED) == "x"
-    key = f"trained text stands in {_MARKS[0]}double brackets{_MARKS[1]}" if plain else _legend(style)
+    key = f"{style.paint('trained', _TRAINED)}, {style.paint('masked', _MASKED)}"
+    if plain:
+        key = f"trained text stands in {_MARKS[0]}double brackets{_MARKS[1]}"
     return "\n\n".join([key, *("\n".join(_sample(sample, style, plain=plain)) for sample in samples)])
-
-
-def _legend(style: Style) -> str:
-    return f"{style.paint('trained', _TRAINED)}, {style.paint('masked', _MASKED)}"
 
 
 def _sample(sample: SampledRow, style: Style, *, plain: bool) -> Iterator[str]:

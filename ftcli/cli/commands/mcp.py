@@ -48,9 +48,8 @@ def mcp(
         from mcp.types import ToolAnnotations
     except ImportError as error:
         help = "pip install 'ftcli[mcp]'"
-        raise FtcliError.single(
-            "FT253", "`ftcli mcp` needs the package mcp, which is not installed", help=help
-        ) from error
+        message = "`ftcli mcp` needs the package mcp, which is not installed"
+        raise FtcliError.single("FT253", message, help=help) from error
     server: Any = MCPServer("ftcli", instructions=_INSTRUCTIONS, version=__version__)
     more = ["--offline"] if session.offline else []
     tools = Tools(more)

@@ -116,8 +116,8 @@ def new(
     \b
     Examples:
       ftcli recipes new
-      ftcli recipes new --model google/gemma-2-2b --data my.jsonl --gpu here --method auto
-      ftcli recipes new --model google/gemma-2-2b --data my.jsonl --gpu rtx4090 --method lora --output mine.yaml
+      ftcli recipes new --model google/gemma-2-2b-it --data my.jsonl --gpu here --method auto
+      ftcli recipes new --model google/gemma-2-2b-it --data my.jsonl --gpu rtx4090 --method lora --output mine.yaml
     """
 
     from ftcli.pipeline.new_recipe import Answers, new_recipe
@@ -184,7 +184,7 @@ _EPILOG = (
     "  ftcli recipes show gemma2-9b\n"
     "  ftcli recipes copy gemma2-9b my-recipe.yaml\n"
     "  ftcli recipes schema > recipe.schema.json\n"
-    "  ftcli recipes new --model google/gemma-2-2b --data my.jsonl --gpu rtx4090 --method lora\n"
+    "  ftcli recipes new --model google/gemma-2-2b-it --data my.jsonl --gpu rtx4090 --method lora\n"
     "  ftcli recipes convert axolotl.yml > mine.yaml\n"
 )
 

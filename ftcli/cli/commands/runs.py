@@ -80,12 +80,11 @@ def _runs_named(names: Sequence[str], reporter: Reporter) -> list[Path]:
             reporter.finding(Finding("FT154", message, Origin("command line"), run_meant(folder), severity))
     if len(found) > 1:
         return found
-    raise FtcliError.single(
-        "FT154",
-        f"there is nothing to compare with {found[0]}: it is the only run" if found else "there is no run among them",
-        origin=Origin("command line"),
-        help="name two runs at least, as in runs/first runs/second, or a folder that holds them",
+    message = (
+        f"there is nothing to compare with {found[0]}: it is the only run" if found else "there is no run among them"
     )
+    help = "name two runs at least, as in runs/first runs/second, or a folder that holds them"
+    raise FtcliError.single("FT154", message, origin=Origin("command line"), help=help)
 
 
 def _tell_damage(runs: Sequence[RunSummary], reporter: Reporter) -> None:

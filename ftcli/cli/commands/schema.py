@@ -195,7 +195,6 @@ def schema(
     name = " ".join(command or ())
     if name and name not in RESULTS:
         help = f"choose from: {', '.join(RESULTS)}"
-        raise FtcliError.single(
-            "FT151", f"no command `{name}` prints a document", origin=Origin("command line"), help=help
-        )
+        message = f"no command `{name}` prints a document"
+        raise FtcliError.single("FT151", message, origin=Origin("command line"), help=help)
     return published(name or None)

@@ -252,11 +252,6 @@ def _plugins(draft: Draft, given: ForeignSetting) -> None:
         draft.lost(given, "ftcli has kernels of its own", harmless=True)
 
 
-def _chat_template(draft: Draft, given: ForeignSetting) -> None:
-    if given.value != "jinja" and "data.chat_template" not in draft.values:
-        sources.template(draft, given)
-
-
 def _total_batch(draft: Draft, given: ForeignSetting) -> None:
     micro = draft.said("micro_batch_size") or 1
     if isinstance(given.value, int) and isinstance(micro, int) and given.value % micro == 0:
@@ -303,13 +298,15 @@ RULES = r.Rules(
         "lora_target_modules": _targets,
         "datasets": _datasets("data.train"),
         "test_datasets": _datasets("data.eval"),
-        "chat_template": _chat_template,
+        "chat_template": r.unless(
+            lambda draft, given: given.value == "jinja" or "data.chat_template" in draft.values, sources.template
+        ),
         "plugins": _plugins,
         "chat_template_jinja": sources.template,
-        "warmup_ratio": r.to("train.warmup_steps", unless="warmup_steps"),
+        "warmup_ratio": r.unless_given("warmup_steps", "train.warmup_steps"),
         "warmup_steps": r.to("train.warmup_steps"),
         "batch_size": _total_batch,
-        "lr_scheduler": r.to("train.lr_scheduler_type", unless="cosine_min_lr_ratio"),
+        "lr_scheduler": r.unless_given("cosine_min_lr_ratio", "train.lr_scheduler_type"),
         "cosine_min_lr_ratio": _lowest_rate,
         "flash_attention": r.attention,
         "sdp_attention": r.attention,

@@ -110,15 +110,15 @@ def _valid_text(draft: Draft) -> str:
         _, findings = validate(tree, Origins(tree))
         if not findings:
             break
-        refused = [(key, finding) for finding in findings for key in draft.values if _is_about(finding, key)]
+        refused = [  # what names our key, or an item in it
+            (key, finding)
+            for finding in findings
+            for key in draft.values
+            if f"{key} " in f"{finding.message} " or f"{key}." in finding.message
+        ]
         if not refused:
             raise FtcliError([*draft.findings, *findings], ExitCode.RECIPE)
         for key, finding in refused:
             if key in draft.values:
                 draft.leave_out(key, "FT162", f"{finding.message}; it is left out", finding.help)
     return text
-
-
-def _is_about(finding: Finding, key: str) -> bool:
-    """True if it names our key, or an item in it."""
-    return f"{key} " in f"{finding.message} " or f"{key}." in finding.message

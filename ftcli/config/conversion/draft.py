@@ -223,16 +223,10 @@ def body(values: Mapping[str, DraftValue], order: Sequence[str]) -> list[str]:
 
 def _entry(name: str, drafted: DraftValue) -> list[str]:
     comment = "" if drafted.comment is None else " ".join(drafted.comment.split())
-    if _is_long(drafted.value):
+    if isinstance(drafted.value, list | tuple) and any(isinstance(item, Mapping) for item in drafted.value):
         first = _commented(f"  {name}:", comment)
         return [first, *(f"    - {flow_text(item)}" for item in drafted.value)]
     return [_commented(f"  {name}: {flow_text(drafted.value)}", comment)]
-
-
-def _is_long(value: Any) -> bool:
-    return (
-        isinstance(value, Sequence) and not isinstance(value, str) and any(isinstance(item, Mapping) for item in value)
-    )
 
 
 def _commented(line: str, comment: str) -> str:

@@ -150,11 +150,6 @@ def _pissa(draft: Draft, given: ForeignSetting) -> None:
         draft.put("lora.init_lora_weights", "pissa" if rounds == -1 else f"pissa_niter_{rounds}", given)
 
 
-def _template(draft: Draft, given: ForeignSetting) -> None:
-    if not _is_text(draft):
-        sources.template(draft, given)
-
-
 def _adapter(draft: Draft, given: ForeignSetting) -> None:
     why = "adapters begin anew; lora.start_from goes on from an adapter, --resume PATH from a run of ftcli"
     if preferences.wanted(draft) and not preferences.scored(draft):
@@ -204,7 +199,7 @@ RULES = r.Rules(
     computed={
         "dataset": _datasets("data.train"),
         "eval_dataset": _datasets("data.eval"),
-        "template": _template,
+        "template": r.unless(lambda draft, _: _is_text(draft), sources.template),
         "packing": _packing,
         "pissa_init": _pissa,
         "pissa_iter": r.read,

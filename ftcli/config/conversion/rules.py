@@ -155,14 +155,24 @@ def read(_draft: Draft, _given: ForeignSetting) -> None:
     """Another rule has read it."""
 
 
-def to(key: str, *, unless: str = "") -> Rule:
+def to(key: str) -> Rule:
+    """The setting is our key."""
+    return lambda draft, given: draft.take(given, key)
+
+
+def unless(excepted: Callable[[Draft, ForeignSetting], bool], rule: Rule) -> Rule:
+    """Follows ``rule`` but for settings that say nothing, or that another one counts before."""
+    return lambda draft, given: None if excepted(draft, given) else rule(draft, given)
+
+
+def unless_given(name: str, key: str) -> Rule:
     """The setting is our key, unless the file has another one that counts."""
-    return lambda draft, given: None if unless in draft.given else draft.take(given, key)
+    return unless(lambda draft, _: name in draft.given, to(key))
 
 
 def unless_off(key: str) -> Rule:
     """The setting is our key; off is ours where nothing is said."""
-    return lambda draft, given: None if is_off(given.value) else draft.take(given, key)
+    return unless(lambda _, given: is_off(given.value), to(key))
 
 
 def attention(draft: Draft, given: ForeignSetting) -> None:
@@ -240,26 +250,17 @@ def _trackers(draft: Draft, given: ForeignSetting) -> None:
             draft.lost(given, f"trackers are {', '.join(known)}", harmless=True)
 
 
-def _ratio(draft: Draft, given: ForeignSetting) -> None:
-    """A share of all steps to warm up in, which transformers takes where no number of steps is given."""
-    if is_off(draft.said("warmup_steps")):
-        draft.take(given, "train.warmup_steps")
-
-
-def _warmup(draft: Draft, given: ForeignSetting) -> None:
-    """A number of steps to warm up in; 0 leaves the share of all steps its say."""
-    if not (is_off(given.value) and "warmup_ratio" in draft.given):
-        draft.take(given, "train.warmup_steps")
-
-
 #: What tools that pass settings on to transformers' trainer have in common.
 _OF_TRANSFORMERS: Mapping[str, Rule] = {
     "gradient_checkpointing": checkpointing,
     "attn_implementation": attention,
     "run_name": run_name,
     "report_to": _trackers,
-    "warmup_ratio": _ratio,
-    "warmup_steps": _warmup,
+    # transformers takes a share of all steps where no number of them is given.
+    "warmup_ratio": unless(lambda draft, _: not is_off(draft.said("warmup_steps")), to("train.warmup_steps")),
+    "warmup_steps": unless(
+        lambda draft, given: is_off(given.value) and "warmup_ratio" in draft.given, to("train.warmup_steps")
+    ),
     "max_grad_norm": clipping,
 }
 #: What transformers' trainer does where recipes that pass settings on to it (TRL, LLaMA-Factory) say nothing.

@@ -202,16 +202,6 @@ def _logger(draft: Draft, given: ForeignSetting) -> None:
         draft.lost(given, "see the section logging for what there is", harmless=True)
 
 
-def _output(draft: Draft, given: ForeignSetting) -> None:
-    if "${" not in str(given.value):
-        draft.take(given, "run.output_dir")
-
-
-def _clipping(draft: Draft, given: ForeignSetting) -> None:
-    if given.value not in ("inf", ".inf"):
-        r.clipping(draft, given)
-
-
 def _loss(draft: Draft, given: ForeignSetting) -> None:
     if not preferences.wanted(draft) and _name(given.value) not in _LOSSES:
         draft.unusable(given, f"the loss `{_name(given.value)}`", "cross-entropy of each trained token is the loss")
@@ -223,11 +213,6 @@ def _gamma(draft: Draft, given: ForeignSetting) -> None:
         draft.take(given, "preference.beta")
     else:
         preferences.gamma(draft, given)
-
-
-def _reference(draft: Draft, given: ForeignSetting) -> None:
-    if given.value != draft.said("checkpointer.checkpoint_dir"):
-        preferences.reference(draft, given)
 
 
 def _after(draft: Draft) -> None:
@@ -258,14 +243,16 @@ RULES = r.Rules(
         "loss.beta": r.to("preference.beta"),
         "loss.gamma": _gamma,
         "loss.label_smoothing": preferences.smoothing,
-        "ref_checkpointer.checkpoint_dir": _reference,
+        "ref_checkpointer.checkpoint_dir": r.unless(
+            lambda draft, given: given.value == draft.said("checkpointer.checkpoint_dir"), preferences.reference
+        ),
         "optimizer._component_": _optimizer,
         "optimizer.betas": _betas,
-        "clip_grad_norm": _clipping,
+        "clip_grad_norm": r.unless(lambda _, given: given.value in ("inf", ".inf"), r.clipping),
         "lr_scheduler._component_": _schedule,
         "metric_logger._component_": _logger,
         "metric_logger.name": r.run_name,
-        "output_dir": _output,
+        "output_dir": r.unless(lambda _, given: "${" in str(given.value), r.to("run.output_dir")),
         "max_steps_per_epoch": _limit,
         "enable_activation_checkpointing": r.checkpointing,
     },

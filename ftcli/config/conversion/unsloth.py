@@ -47,12 +47,6 @@ def _model(draft: Draft, given: ForeignSetting) -> None:
         draft.differs(given, "the repository holds weights in 4 bits, which are read as they are", help)
 
 
-def _length(draft: Draft, given: ForeignSetting) -> None:
-    """Drafts data.max_seq_len: the model's loaded length bounds the one that its trainer cuts pairs at."""
-    if not (preferences.wanted(draft) and "max_length" in draft.given):
-        draft.take(given, "data.max_seq_len")
-
-
 def _dataset(draft: Draft, given: ForeignSetting) -> None:
     more = {"name": draft.said("hub_subset"), "split": draft.said("hub_split")} if given.leaf == "hub_dataset" else {}
     items = [sources.source(draft, given, path, **more) for path in sources.listed(given.value)]
@@ -84,7 +78,10 @@ RULES = r.Rules(
     computed={
         "model": _model,
         "model_name": _model,
-        "max_seq_length": _length,
+        # The model's loaded length bounds the one that its trainer cuts pairs at.
+        "max_seq_length": r.unless(
+            lambda draft, _: preferences.wanted(draft) and "max_length" in draft.given, r.to("data.max_seq_len")
+        ),
         "load_in_4bit": r.read,
         "target_modules": _targets,
         "dataset": _dataset,

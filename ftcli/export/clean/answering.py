@@ -276,8 +276,8 @@ def _adapter(asked: ReloadRequest, _: dict[str, Tensor]) -> tuple[JsonObject, di
 
 def _gguf(asked: ReloadRequest, sent: dict[str, Tensor]) -> tuple[JsonObject, dict[str, Tensor]]:
     """A file as the gguf library reads it, dequantized tensor by tensor into the model that the file describes."""
-    from ftcli.export.gguf.metadata import reader_of, take_description, usual_activation
-    from ftcli.gguf import ReadFile
+    from ftcli.export.gguf.metadata import take_description, usual_activation
+    from ftcli.gguf import ReadFile, reader_of
     from ftcli.tables.gguf import architecture_of
 
     file, config = ReadFile(Path(asked.folder)), _config(asked.config)

@@ -8,7 +8,7 @@ file says, so a wrong value shows in its logits.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -21,14 +21,8 @@ from ftcli.facts.layers import Attention
 from ftcli.facts.model import activation_of
 from ftcli.facts.shape import shape_of
 from ftcli.gguf import (
-    GATE,
-    UP,
     ReadFile,
     Value,
-    activation_key,
-    from_file,
-    in_stored_layout,
-    joined_halves,
     no_place,
 )
 from ftcli.plain import JsonMap, JsonObject
@@ -36,7 +30,7 @@ from ftcli.tables.families import family_of
 from ftcli.tables.gguf import Architecture
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import PretrainedConfig
 
 
 #: Kinds of layers, by transformers' names.
@@ -449,14 +443,6 @@ def _delta_nets(c: Any, architecture: Architecture) -> dict[str, Value]:
     return values
 
 
-def _delta_nets_said(values: JsonMap) -> JsonObject:
-    """What a file's metadata says of gated delta nets, by the config's names."""
-    changes: JsonObject = {name: values[key] for key, name in _DELTA_NETS_SAID.items()}
-    changes["linear_value_head_dim"] = values["ssm.inner_size"] // values["ssm.time_step_rank"]
-    changes["layer_types"] = [LINEAR if recurrent else FULL for recurrent in values["attention.recurrent_layers"]]
-    return changes
-
-
 def usual_activation(config: PretrainedConfig) -> str:
     """The MLP's activation, by the name that most configs call it by."""
     name = str(activation_of(config.to_dict(), family_of(str(config.model_type))))
@@ -557,7 +543,9 @@ def config_changes(values: JsonMap, architecture: Architecture) -> JsonObject:
         changes["norm_topk_prob"] = architecture.experts == "normalised"
     changes |= {name: values[key] for key, name in _EXPERTS_SAID.items() if key in values}
     if architecture.delta_nets:
-        changes |= _delta_nets_said(values)
+        changes |= {name: values[key] for key, name in _DELTA_NETS_SAID.items()}
+        changes["linear_value_head_dim"] = values["ssm.inner_size"] // values["ssm.time_step_rank"]
+        changes["layer_types"] = [LINEAR if recurrent else FULL for recurrent in values["attention.recurrent_layers"]]
     if architecture.transposed:
         changes["num_local_experts"] = changes.pop("num_experts")
         changes["intermediate_size"] = changes.pop("moe_intermediate_size")
@@ -588,31 +576,3 @@ def take_description(config: PretrainedConfig, file: ReadFile, architecture: Arc
     for key, value in changes.items():
         setattr(text, key, value)
     return problems
-
-
-def reader_of(
-    model: PreTrainedModel,
-    file: ReadFile,
-    names: Mapping[str, str],
-    heads: Mapping[str, int],
-    architecture: Architecture,
-) -> Callable[[str], Tensor]:
-    """Reads a weight of ``model`` from the file."""
-    outputs: Any = model.get_output_embeddings()
-    head = next((f"{name}.weight" for name, module in model.named_modules() if module is outputs), "")
-
-    def read(weight: str) -> Tensor:
-        gate, up = (f"{weight}{part}" for part in (GATE, UP))
-        if gate in names:
-            return in_stored_layout(weight, joined_halves(read(gate), read(up), architecture), architecture)
-        stored, value = names.get(weight), activation_key(weight)
-        if stored is None and value is not None:
-            key, layer = value
-            return torch.tensor(file.values[key][layer])
-        if stored is None and weight == head:  # llama.cpp takes the embedding where there is no head
-            stored = "token_embd.weight"
-        if stored is None:
-            raise KeyError(f"the file has no {weight}")
-        return in_stored_layout(weight, from_file(stored, file.read(stored), heads, architecture), architecture)
-
-    return read

@@ -26,22 +26,9 @@ def check(context: Context) -> Findings:
         help = "add one with num_generations and rewards; `ftcli recipes show smoke-grpo` is an example"
         yield context.error("FT260", "", "`ftcli grpo` needs the section `grpo`", help=help)
         return
-    yield from _batch(context, grpo)
-    yield from _lengths(context, grpo)
-    yield from reference_findings(context, grpo)
-    if grpo.epsilon_high is not None and grpo.epsilon_high < grpo.epsilon:
-        message = f"grpo.epsilon_high {grpo.epsilon_high:g} is below grpo.epsilon {grpo.epsilon:g}"
-        help = "clip-higher means an upper clip above the lower one, such as 0.28 over 0.2"
-        yield context.error("FT270", "grpo.epsilon_high", message, help=help)
-    yield from _clips(context, grpo)
-    yield from _unread_settings(context, grpo)
-    yield from _sampling(context, grpo)
-    yield from _stops(context, grpo)
-    yield from _early_stopping(context, grpo)
-    yield from _environment(context, grpo)
-    if not grpo.rewards and grpo.environment is None:
-        help = "add `- use: exact_match`"
-        yield context.error("FT263", "grpo.rewards", "grpo.rewards is empty, so nothing is rewarded", help=help)
+    rules = _batch, _lengths, reference_findings, _clips, _unread_settings, _sampling, _stops
+    for rule in (*rules, _early_stopping, _environment):
+        yield from rule(context, grpo)
     yield from check_rewards(context)
 
 
@@ -136,7 +123,11 @@ _UNREAD_CLIPS = {
 
 
 def _clips(context: Context, grpo: GrpoConfig) -> Findings:
-    """FT276. TRL 1.16, GRPOTrainer._compute_loss."""
+    """FT270 and FT276. TRL 1.16, GRPOTrainer._compute_loss."""
+    if grpo.epsilon_high is not None and grpo.epsilon_high < grpo.epsilon:
+        message = f"grpo.epsilon_high {grpo.epsilon_high:g} is below grpo.epsilon {grpo.epsilon:g}"
+        help = "clip-higher means an upper clip above the lower one, such as 0.28 over 0.2"
+        yield context.error("FT270", "grpo.epsilon_high", message, help=help)
     loss = grpo.loss_type
     for name in _UNREAD_CLIPS.get(loss, ()):
         if context.says(f"grpo.{name}"):
@@ -204,6 +195,9 @@ def _environment(context: Context, grpo: GrpoConfig) -> Findings:
     """FT451 and FT452 for the file of an environment, which is not run; FT263 where nothing could be rewarded."""
     settings = grpo.environment
     if settings is None:
+        if not grpo.rewards:
+            help = "add `- use: exact_match`"
+            yield context.error("FT263", "grpo.rewards", "grpo.rewards is empty, so nothing is rewarded", help=help)
         return
     yield from class_findings(context, "grpo.environment.file", settings.file)
     if not settings.weight and not any(reward.weight for reward in grpo.rewards):

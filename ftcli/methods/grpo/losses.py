@@ -64,18 +64,11 @@ class StepShape:
     generated: int
 
 
-@dataclass(frozen=True, slots=True)
-class PolicyLoss:
-    """The loss of a micro-batch, and its metrics by name: scalars on the device, NaN where there is nothing."""
-
-    loss: Tensor
-    metrics: Mapping[str, Tensor]
-
-
 def policy_loss(
     grpo: GrpoConfig, batch: Completions, log_probs: Tensor, entropies: Tensor, shape: StepShape
-) -> PolicyLoss:
-    """The loss of a micro-batch, such that the sum over a step's micro-batches is the loss of the step.
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss of a micro-batch, such that the sum over a step's micro-batches is the loss of the step; and its metrics
+    by name, scalars on the device, NaN where there is nothing.
 
     Args:
         log_probs, entropies: (B, C) float32 in nats, 0 where there is no token.
@@ -111,7 +104,7 @@ def policy_loss(
     if grpo.entropy_coef:
         bonus = (entropies * learning).sum() / learning.sum().clamp(min=1.0)
         loss = loss - grpo.entropy_coef * bonus / shape.micro_batches
-    return PolicyLoss(loss, {name: value.detach() for name, value in metrics.items()})
+    return loss, {name: value.detach() for name, value in metrics.items()}
 
 
 def _high_entropy(entropies: Tensor, mask: Tensor, quantile: float) -> Tensor:

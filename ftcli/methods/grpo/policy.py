@@ -262,12 +262,12 @@ def scored_loss(
     if silent is not None and "old_per_token_logps" in inputs:  # ratios of 1
         left_out = torch.tensor(silent, device=log_probs.device)[:, None]
         log_probs = torch.where(left_out, inputs["old_per_token_logps"], log_probs)
-    found = policy_loss(grpo, inputs, log_probs, entropies, shape)
-    values = torch.stack(list(found.metrics.values())).tolist()
-    metrics = {name: [value] for name, value in zip(found.metrics, values, strict=True)}
+    loss, found = policy_loss(grpo, inputs, log_probs, entropies, shape)
+    values = torch.stack(list(found.values())).tolist()
+    metrics = {name: [value] for name, value in zip(found, values, strict=True)}
     if silent is not None:
         metrics["entropy"] = _entropy_of_scored(metrics["entropy"][0], inputs, silent)
-    return found.loss, metrics
+    return loss, metrics
 
 
 def _without_part(advantages: Tensor, grpo: GrpoConfig) -> tuple[bool, ...] | None:

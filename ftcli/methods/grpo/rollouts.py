@@ -6,6 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from io import BytesIO
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -14,6 +15,7 @@ import torch
 from ftkernels.sampling import Sampling, row_seed
 from torch import Tensor
 
+from ftcli.data.tokens import Ints
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.facts.generation import MOST_ROWS
 from ftcli.generation.generator import OpenedGenerator, generating, open_generator
@@ -265,22 +267,17 @@ def gather_rows(group: RankGroup, where: str, mine: Tensor) -> Tensor:
 
 
 def _packed(completions: Sequence[tuple[list[int], list[float]]]) -> bytes:
-    """Their number, the numbers of tokens and of log-probabilities of each, then all of both."""
-    sizes = [len(completions), *(len(each) for one in completions for each in one)]
-    tokens = [token for one, _ in completions for token in one]
-    known = [number for _, one in completions for number in one]
-    return np.array([*sizes, *tokens], np.int64).tobytes() + np.array(known, np.float64).tobytes()
+    """The numbers of tokens and of log-probabilities of each (completions, 2), and all of both."""
+    sizes = np.array([[len(each) for each in one] for one in completions], np.int64).reshape(-1, 2)
+    tokens = np.array([token for one, _ in completions for token in one], np.int64)
+    known = np.array([number for _, one in completions for number in one], np.float64)
+    held = BytesIO()
+    np.savez(held, sizes=sizes, tokens=tokens, known=known)
+    return held.getvalue()
 
 
 def _unpacked(said: bytes) -> list[tuple[list[int], list[float]]]:
-    whole = np.frombuffer(said, np.int64)
-    count = int(whole[0])
-    sizes = whole[1 : 1 + 2 * count].reshape(count, 2)
-    start = 1 + 2 * count
-    tokens = whole[start : start + int(sizes[:, 0].sum())]
-    known = np.frombuffer(said, np.float64)[start + len(tokens) :]
-    ends = sizes.cumsum(0)
-    return [
-        (tokens[end[0] - size[0] : end[0]].tolist(), known[end[1] - size[1] : end[1]].tolist())
-        for size, end in zip(sizes, ends, strict=True)
-    ]
+    held = np.load(BytesIO(said))
+    sizes: Ints = held["sizes"]
+    tokens, known = (np.split(held[name], sizes[:, at].cumsum()) for at, name in enumerate(("tokens", "known")))
+    return [(one.tolist(), other.tolist()) for one, other in zip(tokens[:-1], known[:-1], strict=True)]

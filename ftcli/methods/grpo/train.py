@@ -69,6 +69,11 @@ class Grpo(PromptMethod):
         self._rewards = build_rewards(self._grpo.rewards, columns_of([one.prompt for one in prompts]), access)
         self._acting = open_acting(job, self._grpo)
 
+    def close(self) -> None:
+        """Ends what acts."""
+        if self._acting is not None:
+            self._acting.pool.close()
+
     def load_other(self, job: Job, rows: Sequence[TokenizedRow], group: RankGroup | None) -> Inputs | None:
         """The reference of full fine-tuning; adapters can be switched off."""
         from ftcli.train import assembly
@@ -102,7 +107,11 @@ class Grpo(PromptMethod):
 def train_grpo(loaded: LoadedRecipe, session: Session, group: RankGroup | None = None) -> PromptsResult | CompleteRun:
     """GRPO on the recipe's prompts; see :func:`ftcli.train.on_prompts.train_on_prompts`."""
     grpo = loaded.recipe.grpo or GrpoConfig()  # preflight refuses a recipe without the section (FT260)
-    return train_on_prompts(loaded, session, Grpo(grpo), group)
+    method = Grpo(grpo)
+    try:
+        return train_on_prompts(loaded, session, method, group)
+    finally:
+        method.close()
 
 
 def require_images(recipe: Recipe, prompts: Sequence[RenderedPrompt]) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ftcli.data.order import Epochs
-from ftcli.data.tokens import TokenizedRow
+from ftcli.data.tokens import TokenizedRow, by_file
 from ftcli.labels import IGNORE_INDEX
 from ftcli.methods.kto.losses import LabelLoss
 from ftcli.methods.preference.cache import unit_digest
@@ -72,7 +72,7 @@ def scored_ahead(
     settings, loss = recipe.preference or PreferenceConfig(), LabelLoss.of(recipe.preference)
     longest = recipe.data.max_seq_len
     training, again = (no_units, False) if epochs is None else _trained(job, epochs, loss, group)
-    files = rows_by_file(held_out).values() if loss.estimates_kl else ()
+    files = by_file(held_out).values() if loss.estimates_kl else ()
     measured = [*held_out, *(row for rows in files for row in mismatched_rows(rows, longest))]
     folder = cache_folder(settings, job.session.cache_dir) if keep else None
     found = AheadOfTraining(job, model, group, 1, shares_of(job, group), 1.0, folder).score(
@@ -115,14 +115,6 @@ def _mismatches_of(epochs: Epochs, steps: RunSteps, most: int | None) -> Iterato
         units = units_of_step(order, index, steps.units)
         rows = [row for unit in units for row in epochs.members(unit)]
         yield from ((units[asked], units[answered]) for asked, answered in mismatches(rows, most))
-
-
-def rows_by_file(rows: Sequence[TokenizedRow]) -> dict[str, list[TokenizedRow]]:
-    """The rows of each file, within which evaluation mismatches them."""
-    files: dict[str, list[TokenizedRow]] = {}
-    for row in rows:
-        files.setdefault(row.row.source, []).append(row)
-    return files
 
 
 def mismatched_rows(rows: Sequence[TokenizedRow], longest: int, most: int | None = None) -> list[TokenizedRow]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from ftcli.config.recipe import Recipe
 from ftcli.data.order import Epochs, Mixture, Packs, mixture
 from ftcli.data.prepare import PreparedData
-from ftcli.data.tokens import TokenizedRow, TokenTable
+from ftcli.data.tokens import TokenizedRow, TokenTable, by_file
 from ftcli.errors import Finding, FtcliError
 from ftcli.evaluate.loss import LossResult, Sums, require_finite
 from ftcli.evaluate.margins import Floats, RowTable, margins_of_answers
@@ -23,7 +23,7 @@ from ftcli.job import Job
 from ftcli.methods.kto.checks import rows_a_step
 from ftcli.methods.kto.losses import LABEL_SUMS, LabelledAnswers, LabelLoss, LabelSettings, label_sums, measures
 from ftcli.methods.kto.objective import LabelObjective
-from ftcli.methods.kto.reference import mismatched_rows, rows_by_file
+from ftcli.methods.kto.reference import mismatched_rows
 from ftcli.methods.kto.reference import scored_ahead as answers_ahead
 from ftcli.methods.preference.evaluate import ComparedEvaluator, forward_pass
 from ftcli.methods.preference.figures import held_out_names, stop_columns, stop_measures
@@ -48,7 +48,7 @@ class LabelEvaluator(ComparedEvaluator):
 
     def files_of(self, rows: Sequence[TokenizedRow]) -> dict[str, list[TokenizedRow]]:
         """Rows are mismatched within a file."""
-        return rows_by_file(rows)
+        return by_file(rows)
 
     def result(self, sums: Sequence[float], columns: Floats, rows: Sequence[TokenizedRow]) -> LossResult:
         """Mean loss, and ``more`` beside it."""

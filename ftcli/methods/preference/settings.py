@@ -61,8 +61,7 @@ class PreferenceConfig(Section):
     reference: Literal["start", "none"] | PathText | None = Field(
         default=None,
         description="What log-probabilities are compared with: `start` is the model as training began, `none` nothing, "
-        "else another model (`OWNER/NAME`, or a folder), asked before the trained one is loaded. When absent, what the "
-        "loss needs.",
+        "else another model (`OWNER/NAME`, or a folder). When absent, what the loss needs.",
         examples=["start", "google/gemma-2-9b-it", "./my-model"],
     )
     reference_revision: str | None = Field(
@@ -70,9 +69,8 @@ class PreferenceConfig(Section):
     )
     reference_cache: Literal["auto", "off"] | PathText = Field(
         default="auto",
-        description="Log-probabilities of the reference, computed once: `auto` where rows are seen more than once, "
-        "are kept already, or in full fine-tuning, which then needs no second model; `off` computes them in each "
-        "step; a folder (`./reference`) always keeps them there.",
+        description="Log-probabilities of the reference, computed once: `auto` where that is cheaper; `off` computes "
+        "them in each step; a folder (`./reference`) always keeps them there.",
     )
     share_prompts: Literal["auto", "off"] = Field(
         default="auto",

@@ -30,7 +30,7 @@ gated MLP        c·3I: gate, activation, up; the input of down is counted with 
 ===============  ===================================================================================================
 
 Rotary embeddings and residual additions keep nothing. :mod:`~.checkpointing` says what checkpointing leaves of all
-this. tests/unit/preflight/test_activations.py compares the table with torch's saved-tensor hooks: LoRA and full
+this. tests/unit/plan/test_activations.py compares the table with torch's saved-tensor hooks: LoRA and full
 fine-tuning, float32 and bfloat16, every family.
 
 Layers on ftcli's kernels keep less: :mod:`~.fused_activations`. :mod:`ftcli.plan.execution` says which of the two
@@ -175,7 +175,7 @@ def norm_bytes(width: int, shape: ModelShape, setting: ActivationSettings, eleme
 
 def _norms(shape: ModelShape, setting: ActivationSettings) -> float:
     if setting.rounds == "in norms" and not setting.own_norms:
-        total = float(shape.norm_count * (setting.bytes_residual * shape.hidden_size + 4))
+        total = float(len(shape.norms.names) * (setting.bytes_residual * shape.hidden_size + 4))
         inner = shape.hidden_size + shape.intermediate_size
         return total + (setting.bytes_compute * inner + 8 if shape.family.sub_norms else 0)
     norms, total = shape.norms, 0.0
@@ -295,10 +295,6 @@ def eager_scores(shape: ModelShape, setting: ActivationSettings) -> float:
     return shape.num_heads * setting.seq_len * (4 + (c if c != 4 else 0) + (c if setting.softcap else 0))
 
 
-def _attention_eager(shape: ModelShape, setting: ActivationSettings) -> float:
-    return setting.bytes_compute * 3 * shape.q_width + eager_scores(shape, setting)
-
-
 def _mlp(shape: ModelShape, setting: ActivationSettings) -> float:
     if setting.rounds == "in norms":
         return setting.bytes_compute * 2 * shape.intermediate_size
@@ -345,38 +341,32 @@ def scores_at_work(shape: ModelShape, setting: ActivationSettings) -> float:
     return shape.num_heads * setting.seq_len * (2 * setting.bytes_compute + 8)
 
 
-def _eager_forward(shape: ModelShape, setting: ActivationSettings) -> float:
-    return max(scores_at_work(shape, setting), _mlp_forward(shape, setting))
-
-
-def _eager_passing(shape: ModelShape, setting: ActivationSettings) -> float:
-    return max(scores_at_work(shape, setting) - eager_scores(shape, setting), _mlp_passing(shape, setting))
-
-
 def _eager_backward(shape: ModelShape, setting: ActivationSettings) -> float:
     # Gradients of the probabilities (c), of the softmax (4) and of its input (4), when the MLP's tensors are gone.
     scores = shape.num_heads * setting.seq_len * (setting.bytes_compute + 8)
     return max(scores - _mlp(shape, setting), _mlp_backward(shape, setting))
 
 
-def _sdpa_forward(shape: ModelShape, setting: ActivationSettings) -> float:
-    return max(_attention_sdpa(shape, setting), _mlp_forward(shape, setting))
-
-
-def _sdpa_backward(shape: ModelShape, setting: ActivationSettings) -> float:
-    return max(setting.bytes_compute * 6 * shape.q_width, _mlp_backward(shape, setting))
-
-
 def plain_layers(attention: Literal["eager", "sdpa"]) -> LayerMemory:
     """Layers as transformers and PEFT write them."""
-    eager = attention == "eager"
-    kept = {
+    kept: dict[str, Term] = {
         "norms": _norms,
         "linear inputs": _linear_inputs,
         "adapters": _lora,
-        "attention": _attention_eager if eager else _attention_sdpa,
+        "attention": _attention_sdpa,
         "gated MLP": _mlp,
     }
-    if eager:
-        return LayerMemory(kept, _eager_forward, _eager_backward, passing=_eager_passing)
-    return LayerMemory(kept, _sdpa_forward, _sdpa_backward, passing=_mlp_passing)
+    if attention == "eager":
+        scores = {"attention": lambda shape, by: 3 * by.bytes_compute * shape.q_width + eager_scores(shape, by)}
+        return LayerMemory(
+            {**kept, **scores},
+            lambda shape, by: max(scores_at_work(shape, by), _mlp_forward(shape, by)),
+            _eager_backward,
+            passing=lambda shape, by: max(scores_at_work(shape, by) - eager_scores(shape, by), _mlp_passing(shape, by)),
+        )
+    return LayerMemory(
+        kept,
+        lambda shape, by: max(_attention_sdpa(shape, by), _mlp_forward(shape, by)),
+        lambda shape, by: max(by.bytes_compute * 6 * shape.q_width, _mlp_backward(shape, by)),
+        passing=_mlp_passing,
+    )

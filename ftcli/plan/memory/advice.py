@@ -11,16 +11,8 @@ from ftcli.config.model import LoraConfig
 from ftcli.facts.device import GPUS
 from ftcli.plain import JsonObject, plain_fields
 from ftcli.plan.checkpointing import choose_engine
-from ftcli.plan.memory.candidates import (
-    Candidate,
-    Level,
-    as_options,
-    candidate,
-    checkpointed,
-    narrower_gradients,
-    shorter,
-    smaller_batches,
-)
+from ftcli.plan.memory import candidates
+from ftcli.plan.memory.candidates import Candidate, candidate
 from ftcli.plan.memory.terms import EVALUATION, Phase
 from ftcli.plan.quantization import weight_bytes
 from ftcli.plan.run import RunPlan
@@ -39,7 +31,7 @@ class RecipeChange:
     total_bytes: int
 
     def __str__(self) -> str:
-        return as_options(self.settings)
+        return candidates.as_options(self.settings)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +44,7 @@ class Verdict:
         gpus: How many GPUs of this kind fit the recipe, where no change does on as many as it has; else None.
     """
 
-    level: Level
+    level: candidates.Level
     needed_bytes: int
     available_bytes: int | None
     change: RecipeChange | None = None
@@ -157,34 +149,34 @@ def _changes_that_may_fit(plan: RunPlan) -> Iterator[Settings]:
     """Settings to try, cheapest for the user first: what only costs time, then shorter rows, then adapters."""
     yield {}
     if not plan.trains:
-        yield from shorter(plan) if plan.work == "eval" else ()
+        yield from candidates.shorter(plan) if plan.work == "eval" else ()
         return
-    smaller = list(smaller_batches(plan))
-    policies = checkpointed(plan)
+    smaller = list(candidates.smaller_batches(plan))
+    policies = candidates.checkpointed(plan)
     both = [{**policy, **batch} for policy in policies for batch in smaller]
     yield from _by_time(plan, [*smaller, *policies, *both])
     least = {**(policies[-1] if policies else {}), **(smaller[-1] if smaller else {})}
-    for narrower in narrower_gradients(plan):
+    for narrower in candidates.narrower_gradients(plan):
         yield from ({**policy, **narrower} for policy in ({}, *policies))
         least |= narrower
         yield least
-    yield from ({**least, **length} for length in shorter(plan))
+    yield from ({**least, **length} for length in candidates.shorter(plan))
     if plan.recipe.lora is None:
         lora = {"lora": LoraConfig()}
         yield lora
         yield from ({**lora, **batch} for batch in smaller)
         yield {**lora, **least}
-        yield from ({**lora, **least, **length} for length in shorter(plan))
+        yield from ({**lora, **least, **length} for length in candidates.shorter(plan))
     quantized = _smallest_base(plan)
     if quantized:
         yield quantized
         yield {**quantized, **least}
-        yield from ({**quantized, **least, **length} for length in shorter(plan))
+        yield from ({**quantized, **least, **length} for length in candidates.shorter(plan))
     if plan.described is not None and any(each.linear.experts > 1 for each in plan.adapters):
         fewer = {**quantized, "lora.experts": False}
         yield fewer
         yield {**fewer, **least}
-        yield from ({**fewer, **least, **length} for length in shorter(plan))
+        yield from ({**fewer, **least, **length} for length in candidates.shorter(plan))
 
 
 def _smallest_base(plan: RunPlan) -> Settings:
@@ -221,9 +213,9 @@ def _single_changes(plan: RunPlan, phases: Collection[Phase]) -> Iterator[Settin
         if rows > 1:
             yield {"eval.per_device_eval_batch_size": rows // 2}
         return
-    yield from _by_time(plan, [*islice(smaller_batches(plan), 1), *checkpointed(plan)])
-    yield from narrower_gradients(plan)
-    yield from islice(shorter(plan), 1)
+    yield from _by_time(plan, [*islice(candidates.smaller_batches(plan), 1), *candidates.checkpointed(plan)])
+    yield from candidates.narrower_gradients(plan)
+    yield from islice(candidates.shorter(plan), 1)
     if recipe.lora is None and plan.trains and plan.method.section is None:
         yield {"lora": LoraConfig()}
 

@@ -25,14 +25,15 @@ from ftcli.plan.memory.terms import (
     EVALUATION,
     FORWARD,
     GENERATION,
-    NCCL_BYTES,
     STEP,
     TRAINING,
     MemoryDecisions,
     Phase,
     Term,
+    beside_gradients,
     cross_entropy,
     embedding_gradient,
+    gradient_bytes,
     graph_pool,
     held_by_layers,
     images,
@@ -44,7 +45,7 @@ from ftcli.plan.memory.workspaces import cublas_bytes, pinnable_bytes, pinned_by
 from ftcli.plan.quantization import layers_with_room, why_dequantized
 from ftcli.plan.run import Generation, RunPlan
 from ftcli.plan.trained import optimizer_state, optimizer_workspace
-from ftcli.tables import exports, optimizers, quantizations
+from ftcli.tables import exports, quantizations
 
 
 def measured_terms(plan: RunPlan, model: MeasuredModel, activations: Activations) -> Iterator[Term]:
@@ -60,7 +61,9 @@ def measured_terms(plan: RunPlan, model: MeasuredModel, activations: Activations
         yield Term("cuBLAS workspaces", workspaces, always, lasting=True)
     dense = dequantized_bytes(plan, model)
     if plan.trains:
-        yield from _what_training_holds(plan, always)
+        accumulates = plan.recipe.train.gradient_accumulation_steps > 1
+        yield Term("gradients", gradient_bytes(plan), TRAINING if accumulates else (END, STEP), lasting=True)
+        yield from beside_gradients(plan, always)
         yield from _what_a_step_allocates(plan, model, activations, dense)
     if GENERATION in always and (batch := plan.method_memory.generation) is not None:
         passes, cache = generation_bytes(plan, model, activations, batch)
@@ -92,26 +95,6 @@ def _gathered(plan: RunPlan, model: MeasuredModel, always: tuple[Phase, ...]) ->
         yield Term("gradients added up", 2 * model.largest_layer * each, (BACKWARD,))
         together = max(model.outer_elements, model.largest_layer + model.outer_elements)
         yield Term("gradients added up last", together * (element + SUMMED_BYTES), (END,))
-
-
-def _what_training_holds(plan: RunPlan, always: tuple[Phase, ...]) -> Iterator[Term]:
-    recipe, trained = plan.recipe, plan.trained
-    share = plan.shard_size if recipe.lora is None else 1  # adapters are not sharded
-    gradients = plan.dtypes.gradient_bytes * trained.elements // share
-    accumulates = recipe.train.gradient_accumulation_steps > 1
-    yield Term("gradients", gradients, TRAINING if accumulates else (END, STEP), lasting=True)
-    if plan.ranks > 1:
-        if share == 1:
-            yield Term("gradients of all ranks", gradients, always, lasting=True)
-        if plan.device.kind == "cuda":
-            yield Term("NCCL", NCCL_BYTES, always, lasting=True)
-    state = optimizer_state(recipe.train.optim, trained)
-    held = state.device if plan.device.kind == "cuda" else state.total
-    yield Term("optimizer", held // share, always, lasting=True)
-    if optimizers.row(recipe.train.optim).schedule_free and EVALUATION in always:
-        yield Term("weights in training", plan.dtypes.trained_bytes * trained.elements, (EVALUATION,))
-    if reference := plan.method_memory.reference_bytes:
-        yield Term("reference model", reference, always, lasting=True)
 
 
 def _what_a_step_allocates(plan: RunPlan, model: MeasuredModel, activations: Activations, dense: int) -> Iterator[Term]:

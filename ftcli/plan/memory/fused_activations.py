@@ -53,15 +53,8 @@ from ftkernels.limits import LARGEST_FUSED_RANK, packed_rank
 
 from ftcli.facts.layers import Attention, DeltaNet, LatentAttention, Linear
 from ftcli.facts.shape import ModelShape
-from ftcli.plan.memory.activations import (
-    ActivationSettings,
-    LayerMemory,
-    Term,
-    activation_bytes,
-    eager_scores,
-    norm_bytes,
-    scores_at_work,
-)
+from ftcli.plan.memory import activations
+from ftcli.plan.memory.activations import ActivationSettings, LayerMemory, Term
 from ftcli.plan.memory.checkpointing import fetched_ahead
 
 #: Bytes per token and column of the rank in the MLP's backward: products with A and their gradients, in float32 and
@@ -81,7 +74,7 @@ def fused_layers(*, all_scores: bool, reference: bool, attention_by_kernel: bool
     mixer = partial(_mixer, all_scores=all_scores, reference=reference)
 
     def forward(shape: ModelShape, setting: ActivationSettings) -> float:
-        scores = scores_at_work(shape, setting) if all_scores else 0
+        scores = activations.scores_at_work(shape, setting) if all_scores else 0
         wide = 3 * shape.intermediate_size + 2 * shape.hidden_size
         if (pairs := _pairs(shape)) is not None:
             wide += pairs.used * (pairs.out_features // 2 + shape.hidden_size)
@@ -90,7 +83,7 @@ def fused_layers(*, all_scores: bool, reference: bool, attention_by_kernel: bool
         return max(setting.bytes_compute * wide, scores)
 
     def backward(shape: ModelShape, setting: ActivationSettings) -> float:
-        scores = scores_at_work(shape, setting) if all_scores else 0
+        scores = activations.scores_at_work(shape, setting) if all_scores else 0
         mlp = _backward_in_torch(shape, setting) if reference else _backward(shape, setting)
         own = _own_mixer(shape, setting, reference=reference)
         # What the MLP has kept is gone by then.
@@ -108,7 +101,8 @@ def fused_layers(*, all_scores: bool, reference: bool, attention_by_kernel: bool
         "own input": partial(_layer_input, reference=reference),
     }
     sent = partial(_sent, attention_by_kernel=attention_by_kernel)
-    return LayerMemory(kept, forward, backward, "MLP", in_front, sent, _ahead)
+    # Whoever makes attention's output fetches ahead.
+    return LayerMemory(kept, forward, backward, "MLP", in_front, sent, lambda shape: fetched_ahead(shape.most_sent))
 
 
 def _mixer(shape: ModelShape, setting: ActivationSettings, *, all_scores: bool, reference: bool) -> float:
@@ -117,7 +111,7 @@ def _mixer(shape: ModelShape, setting: ActivationSettings, *, all_scores: bool, 
     if (own := _own_mixer(shape, setting, reference=reference)) is not None:
         return own.kept
     if all_scores:
-        return 2 * c * (shape.q_width + shape.kv_width) + eager_scores(shape, setting)
+        return 2 * c * (shape.q_width + shape.kv_width) + activations.eager_scores(shape, setting)
     attention = shape.layers[0].attention
     if attention is not None and shape.family.value_norm is not None:
         return _heads_apart(shape, attention, setting, reference=reference)
@@ -141,7 +135,9 @@ def _own_mixer(shape: ModelShape, setting: ActivationSettings, *, reference: boo
         return _MixerBytes(_delta_net(shape, setting, reference=reference), back)
     if shape.latents:
         latent = shape.latents[0]
-        return _MixerBytes(_latent_attention(latent, setting), _latent_backward(latent, setting))
+        # Gradients between the output projection and the latents, its own input's among them.
+        back = setting.bytes_compute * (_latent_heads(latent) + latent.output_width)
+        return _MixerBytes(_latent_attention(latent, setting), back)
     return None
 
 
@@ -156,13 +152,13 @@ def _residual_stream(shape: ModelShape, setting: ActivationSettings, *, referenc
         given = c * shape.hidden_size
         if family.norm == "layer":
             return stream + 8 + given
-        return (norm_bytes(shape.hidden_size, shape, setting, c) if reference else stream + 4) + given
+        return (activations.norm_bytes(shape.hidden_size, shape, setting, c) if reference else stream + 4) + given
 
     kept = opening(norms.before_attention, apart=shape.parallel or family.output_gate is not None)
     if not shape.parallel:
         kept += opening(norms.before_mlp, apart=len(family.mlp) == 2 or _pairs(shape) is not None)
     closing = sum(norm is not None for norm in (norms.after_attention, norms.after_mlp))
-    each = norm_bytes(shape.hidden_size, shape, setting, c) if reference else c * shape.hidden_size + 4
+    each = activations.norm_bytes(shape.hidden_size, shape, setting, c) if reference else c * shape.hidden_size + 4
     if setting.drops_residual:  # its mask
         kept += 2 * (c if reference else 1) * shape.hidden_size
     return kept + closing * each + _beside_mlp(shape, setting, each, reference=reference)
@@ -189,7 +185,7 @@ def _layer_input(shape: ModelShape, setting: ActivationSettings, *, reference: b
     if shape.layer_input is None:
         return 0.0
     c, hidden = setting.bytes_compute, shape.hidden_size
-    norm = norm_bytes(hidden, shape, setting, c) if reference else c * hidden + 4
+    norm = activations.norm_bytes(hidden, shape, setting, c) if reference else c * hidden + 4
     wide = setting.full and c != 4  # the inputs of all layers, which then stay where these are run again alone
     return setting.bytes_residual * hidden + (2 if wide else 3) * c * shape.layer_input.width + norm
 
@@ -239,7 +235,8 @@ def _copies(shape: ModelShape, setting: ActivationSettings, *, reference: bool) 
     """Elements of queries and keys, and of attention's output, beside one buffer of queries, keys and values and one
     output.
     """
-    family, width, turned = shape.family, shape.q_width + shape.kv_width, shape.rotated_share
+    family, width, attending = shape.family, shape.q_width + shape.kv_width, shape.attending
+    turned = sum(each.rotary_dim > 0 for each in attending) / max(len(attending), 1)
     norms = family.head_norm
     made: float = 0 if norms is None else width
     if reference or not _in_one_kernel(shape, setting):
@@ -303,7 +300,7 @@ def _mlp(shape: ModelShape, setting: ActivationSettings) -> float:
         adapted = any(each.name == pairs.name for each in setting.adapted)
         entering = packed_rank(setting.rank) if adapted else 0
         return 2 * inner + setting.bytes_compute * pairs.used * (pairs.out_features + entering)
-    return 2 * inner if len(shape.family.mlp) == 3 else inner + activation_bytes(shape, setting)
+    return 2 * inner if len(shape.family.mlp) == 3 else inner + activations.activation_bytes(shape, setting)
 
 
 def _backward(shape: ModelShape, setting: ActivationSettings) -> float:
@@ -354,16 +351,6 @@ def _latent_heads(latent: LatentAttention) -> int:
     return latent.width + latent.expanded + 3 * latent.width
 
 
-def _latent_backward(latent: LatentAttention, setting: ActivationSettings) -> float:
-    """Bytes of gradients between the output projection and the latents, its own input's among them."""
-    return setting.bytes_compute * (_latent_heads(latent) + latent.output_width)
-
-
 def _sent(shape: ModelShape, *, attention_by_kernel: bool) -> int:
     attended = attention_by_kernel and not shape.delta_nets
     return 1 if shape.parallel else shape.half_inputs + attended
-
-
-def _ahead(shape: ModelShape) -> int:
-    """Whoever makes attention's output."""
-    return fetched_ahead(shape.most_sent)

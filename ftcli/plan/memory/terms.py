@@ -104,7 +104,8 @@ def terms(plan: RunPlan, settled: MemoryDecisions) -> Iterator[Term]:
         yield from _gathered(plan, settled, always)
     if plan.recipe.lora is not None:
         yield Term("adapters", plan.dtypes.trained_bytes * plan.trained.elements, always, lasting=True)
-    if plan.work != "export" and (workspaces := _cublas(plan)):
+    workspaces = cublas_bytes(plan.device, plan.execution, backward=plan.trains, graphs=plan.graphed)
+    if plan.work != "export" and workspaces:
         yield Term("cuBLAS workspaces", workspaces, always, lasting=True)
     if plan.trains:
         yield from _what_training_holds(plan, always)
@@ -147,7 +148,6 @@ def _what_training_holds(plan: RunPlan, always: tuple[Phase, ...]) -> Iterator[T
 
     CUDA graphs write gradients into memory that is there all the time, from where they are moved to be accumulated.
     """
-    trained, recipe = plan.trained, plan.recipe
     if plan.dtypes.autocast:
         phases: tuple[Phase, ...] = (FORWARD,) if _copies_run_again(plan) else (FORWARD, BACKWARD)
         # Layers as transformers wrote them are cast in evaluation as well, where their weights may be trained.
@@ -156,24 +156,32 @@ def _what_training_holds(plan: RunPlan, always: tuple[Phase, ...]) -> Iterator[T
         if plan.execution.on_kernels:  # for all layers at once
             phases = always
         yield Term("autocast copies", _autocast_copies(plan), phases, lasting=True)
-    accumulates = recipe.train.gradient_accumulation_steps > 1
-    gradients = plan.dtypes.gradient_bytes * trained.elements
-    share = plan.shard_size if recipe.lora is None else 1  # adapters are not sharded
-    gradients //= share
+    accumulates = plan.recipe.train.gradient_accumulation_steps > 1
     if plan.graphed:
-        yield Term("gradients", gradients * (2 if accumulates else 1), always, lasting=True)
+        yield Term("gradients", gradient_bytes(plan) * (2 if accumulates else 1), always, lasting=True)
         yield Term("graph buffers", _graph_buffers(plan), always, lasting=True)
     else:
-        yield Term("gradients", gradients, TRAINING if accumulates else (END, STEP), lasting=True)
+        yield Term("gradients", gradient_bytes(plan), TRAINING if accumulates else (END, STEP), lasting=True)
+    yield from beside_gradients(plan, always)
+
+
+def gradient_bytes(plan: RunPlan) -> int:
+    share = plan.shard_size if plan.recipe.lora is None else 1  # adapters are not sharded
+    return plan.dtypes.gradient_bytes * plan.trained.elements // share
+
+
+def beside_gradients(plan: RunPlan, always: tuple[Phase, ...]) -> Iterator[Term]:
+    """Terms that outlive a micro-batch whoever wrote the layers: of several ranks, the optimizer, a reference model."""
+    recipe, trained = plan.recipe, plan.trained
+    share = plan.shard_size if recipe.lora is None else 1
     if plan.ranks > 1:
         if share == 1:
-            yield Term("gradients of all ranks", gradients, always, lasting=True)
+            yield Term("gradients of all ranks", gradient_bytes(plan), always, lasting=True)
         if plan.device.kind == "cuda":
             yield Term("NCCL", NCCL_BYTES, always, lasting=True)
     state = optimizer_state(recipe.train.optim, trained)
     held = state.device if plan.device.kind == "cuda" else state.total  # a CPU's memory is the host's
-    held //= share
-    yield Term("optimizer", held, always, lasting=True)
+    yield Term("optimizer", held // share, always, lasting=True)
     if optimizers.row(recipe.train.optim).schedule_free and EVALUATION in always:
         yield Term("weights in training", plan.dtypes.trained_bytes * trained.elements, (EVALUATION,))
     if reference := plan.method_memory.reference_bytes:
@@ -221,7 +229,9 @@ def _what_a_step_allocates(plan: RunPlan, settled: MemoryDecisions) -> Iterator[
             element += 4  # log-probabilities sum it in float32 first
         yield Term("head gradient", element * plan.sizes.hidden_size * plan.sizes.vocab_size, (BACKWARD,))
     if _copies_run_again(plan):
-        again = plan.dtypes.compute_bytes * _cast_elements(plan) * _at_once(plan) // plan.shape.num_layers
+        # Of the layer that runs again, and of those that are left out.
+        layers = min(1 + plan.uncheckpointed, plan.shape.num_layers)
+        again = plan.dtypes.compute_bytes * _cast_elements(plan) * layers // plan.shape.num_layers
         yield Term("copies run again", again, (BACKWARD,))
     if dense:
         yield Term("dequantized weights", dense, backward if plan.wholly_graphed else (BACKWARD, END))
@@ -346,10 +356,6 @@ def _weight_norms(plan: RunPlan) -> int:
     return max((4 * x.in_features**2 + (4 + 3 * element) * x.in_features * x.out_features for x in linears), default=0)
 
 
-def _cublas(plan: RunPlan) -> int:
-    return cublas_bytes(plan.device, plan.execution, backward=plan.trains, graphs=plan.graphed)
-
-
 def _graph_buffers(plan: RunPlan) -> int:
     """Bytes of the buffers in and out of CUDA graphs: hidden states and layers' own inputs, and their gradients.
     Besides, the gradients of the trained weights as autograd makes them: memory that has crossed streams is not used
@@ -374,12 +380,7 @@ def _cast_elements(plan: RunPlan) -> int:
         # Sharded weights are cast where they are gathered.
         cast = plan.dtypes.parameter != plan.dtypes.compute and plan.shard_size == 1
         return plan.shape.linear_parameters if cast else 0
-    return plan.trained.by_autocast
-
-
-def _at_once(plan: RunPlan) -> int:
-    """Layers whose copies exist at the same time: the one that runs again, and those that are left out."""
-    return min(1 + plan.uncheckpointed, plan.shape.num_layers)
+    return sum(m.elements * m.count for m in plan.trained.matrices if m.part == "hidden")  # all else is not cast
 
 
 def _autocast_copies(plan: RunPlan) -> int:
@@ -426,19 +427,17 @@ def _shared(plan: RunPlan) -> int:
     trains = plan.recipe.lora is None or plan.policy.by_transformers
     beside = layer_input_bytes(shape, setting, gradient=trains) - layer_input_bytes(shape, setting, gradient=False)
     if plan.policy.recomputes == "layer":
-        beside += 2 * setting.bytes_compute * shape.shared_key_width
+        # Keys that layers take from earlier ones, each counted once, and as many values.
+        shared = {(each.window, each.key_width) for each in shape.attending if each.keys == "shared"}
+        beside += 2 * setting.bytes_compute * sum(width for _, width in shared)
     return made_once(plan, *plan.largest, padded=_masked_densely(plan)) + int(plan.tokens * beside)
-
-
-def _width_of_trained_head(plan: RunPlan) -> int:
-    """Columns of a trained head, which this device has alone; else 0."""
-    return plan.sizes.hidden_size if plan.head_is_trained and plan.shard_size == 1 else 0
 
 
 def cross_entropy(plan: RunPlan, tokens: int, *, training: bool) -> int:
     """The loss takes rows in chunks, in one buffer: in place on a GPU, with float32 copies on a CPU."""
     shape, element = plan.sizes, plan.dtypes.compute_bytes
-    on_gpu, width = plan.device.kind == "cuda", _width_of_trained_head(plan) if training else 0
+    on_gpu, alone = plan.device.kind == "cuda", training and plan.head_is_trained and plan.shard_size == 1
+    width = shape.hidden_size if alone else 0
     needed = loss_bytes(tokens, shape.vocab_size, element, on_gpu=on_gpu, trained_width=width)
     held_apart = plan.recipe.lora is not None and plan.head_is_trained  # in float32
     cast = plan.dtypes.parameter_bytes != element and plan.shard_size == 1

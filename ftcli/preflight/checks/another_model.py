@@ -64,10 +64,8 @@ def facts_of(context: Context, other: OtherModel, *, offline: bool) -> ModelFact
 def check(context: Context, other: OtherModel, theirs: ModelFacts, ours: ModelFacts) -> Found:
     """The errors of a base model that is only asked, and FT326 where an id is another token."""
     recipe = context.recipe  # of a model that is only asked: no adapters, nothing written
-    changed = {"lora": None, "export": recipe.export.model_copy(update={"formats": ()})}
-    mine = Context(
-        other.in_place(recipe).model_copy(update=changed), context.origins.standing_in("model", other.key), "eval"
-    )
+    asked = other.in_place(recipe).changed({"lora": None, "export.formats": ()})
+    mine = Context(asked, context.origins.standing_in("model", other.key), "eval")
     yield from (finding for finding in of_model.check(mine, theirs) if finding.severity == "error")
     yield from (each for each in of_model.not_made(mine, theirs) if each.check == "weights")
     if theirs.is_local and other.model.revision is not None:

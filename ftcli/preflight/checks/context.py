@@ -62,20 +62,10 @@ class Context:
         return self.command == "sample" or (self.work == "train" and self.method.from_prompts)
 
     @property
-    def asks_method(self) -> bool:
-        """True if rules of the training method hold: for its rows, or for the judges of what is sampled."""
-        return self.work == "train" or self.command == "sample"
-
-    @property
     def scores_tasks(self) -> bool:
         """True if `eval.tasks` are scored, or looked at for a command that scores them."""
         by_method = self.method.scores_tasks or self.recipe.eval.tasks_every_steps is not None
         return self.command in ("eval", "check", "sample") or (self.trains and by_method)
-
-    @property
-    def held_out_is_read(self) -> bool:
-        """True if the rows that `data.held_out` keeps from training are told apart."""
-        return self.trains or self.command in ("eval", "sample")
 
     @property
     def reads_data(self) -> bool:
@@ -119,6 +109,11 @@ class Context:
     def no_effect(self, path: str, why: str, help: str | None = None) -> Finding:
         """FT259: the value of ``path`` changes nothing; ``why`` ends that sentence."""
         return self.warning("FT259", path, f"{path} has no effect {why}", help)
+
+    def lacks(self, path: str, what: str, package: str, install: str) -> Finding:
+        """FT253: what the value of ``path`` asks for needs a package that is not here."""
+        message = f"{what} needs the package {package}, which is not installed"
+        return self.error("FT253", path, message, f"pip install '{install}'")
 
     def note(self, code: str, path: str, message: str, help: str | None = None) -> Finding:
         """A note that points at the value of ``path``."""

@@ -120,8 +120,7 @@ def _tasks(context: Context, installed: Installed) -> Findings:
 
 def _harness(context: Context, installed: Installed) -> Findings:
     if context.command in ("eval", "check") and context.recipe.eval.lm_eval and not installed("lm_eval"):
-        message = "eval.lm_eval needs the package lm_eval (lm-evaluation-harness), which is not installed"
-        yield context.error("FT253", "eval.lm_eval", message, help="pip install 'ftcli[eval]'")
+        yield context.lacks("eval.lm_eval", "eval.lm_eval", "lm_eval (lm-evaluation-harness)", "ftcli[eval]")
 
 
 def _judge(context: Context, path: str, task: TaskConfig) -> Findings:
@@ -203,21 +202,19 @@ def _optimizer(context: Context, installed: Installed) -> Findings:
     train = context.recipe.train
     row = optimizers.row(train.optim)
     if row.package is not None and not installed(row.package.name):
-        message = f"train.optim: {train.optim} needs the package {row.package.name}, which is not installed"
-        yield context.error("FT253", "train.optim", message, help=f"pip install '{row.package.install}'")
+        yield context.lacks("train.optim", f"train.optim: {train.optim}", row.package.name, row.package.install)
     for name in optimizers.optimizer_settings():
         if context.says(f"train.{name}") and name not in row.reads:
             yield context.no_effect(f"train.{name}", f"with optim: {train.optim}")
     if not row.schedule_free:
         return
     if train.lr_scheduler_type != schedules.CONSTANT:
-        yield context.error(
-            "FT273",
-            "train.lr_scheduler_type",
+        message = (
             f"train.optim: {train.optim} replaces the learning-rate schedule, and lr_scheduler_type is "
-            f"{train.lr_scheduler_type}",
-            help=f"set train.lr_scheduler_type: {schedules.CONSTANT}; train.warmup_steps still warms up",
+            f"{train.lr_scheduler_type}"
         )
+        help = f"set train.lr_scheduler_type: {schedules.CONSTANT}; train.warmup_steps still warms up"
+        yield context.error("FT273", "train.lr_scheduler_type", message, help=help)
     if train.adam_beta1 == 0 and "adam_beta1" in row.reads:
         message = f"train.optim: {train.optim} divides by adam_beta1, which is 0"
         yield context.error("FT273", "train.adam_beta1", message, help="use a value above 0, such as 0.9")
@@ -235,12 +232,11 @@ def _rounding(context: Context) -> Findings:
     if not train.pure_bf16:
         return
     if recipe.lora is not None:
-        yield context.error(
-            "FT275",
-            "train.pure_bf16",
-            "train.pure_bf16 is for full fine-tuning; with a `lora` section the base is in the compute dtype anyway",
-            help="remove train.pure_bf16; adapters stay in float32",
+        message = (
+            "train.pure_bf16 is for full fine-tuning; with a `lora` section the base is in the compute dtype anyway"
         )
+        help = "remove train.pure_bf16; adapters stay in float32"
+        yield context.error("FT275", "train.pure_bf16", message, help=help)
     if recipe.lora is None and quantizations.row(recipe.quantization.method).quantize is not None:
         message = f"train.pure_bf16 does not work with quantization.method: {recipe.quantization.method}"
         help = "remove train.pure_bf16; its master weights stay in float32"

@@ -222,7 +222,8 @@ def _meaning(context: Context, facts: ModelFacts, first: FirstRows) -> Findings:
     elif not first.path.startswith("eval.tasks.") and not _has_loss(first, loss_on):
         message = f"loss_on: {loss_on} does not apply to these rows of format {first.layout}"
         yield Finding("FT434", message, origin, "use loss_on: auto")
-    if context.asks_method and context.method.row_rules is not None and first.path.startswith("data.train"):
+    asks = context.work == "train" or context.command == "sample"
+    if asks and context.method.row_rules is not None and first.path.startswith("data.train"):
         yield from code_of(context.method.row_rules)(context, first)
     templated = facts.tokenizer is None or facts.tokenizer.has_chat_template
     if first.is_chat and not templated and context.recipe.data.chat_template is None:
@@ -264,12 +265,9 @@ def _options(context: Context, path: str, source: DatasetConfig) -> Findings:
     if not is_hub(source):
         for name in _HUB_ONLY:
             if getattr(source, name):
-                yield context.error(
-                    "FT257",
-                    f"{path}.{name}",
-                    f"{name} is for datasets of the Hub, but {source.path} is read from this machine",
-                    f"write the path as hub:ORG/NAME, or remove {name}",
-                )
+                message = f"{name} is for datasets of the Hub, but {source.path} is read from this machine"
+                help = f"write the path as hub:ORG/NAME, or remove {name}"
+                yield context.error("FT257", f"{path}.{name}", message, help)
         row = stores.of(source.path)
         install = None if row is None else missing_package(source.path)
         if row is not None and install is not None:
@@ -279,12 +277,9 @@ def _options(context: Context, path: str, source: DatasetConfig) -> Findings:
             message = f"{source.path} is one file and has no splits"
             yield context.error("FT257", f"{path}.split", message, "remove split, or name a folder")
     elif source.streaming and source.max_rows is None:
-        yield context.error(
-            "FT258",
-            f"{path}.streaming",
-            f"{source.path} is streamed without a limit, but all rows are tokenized before training starts",
-            "add max_rows, or remove streaming to download the whole split",
-        )
+        message = f"{source.path} is streamed without a limit, but all rows are tokenized before training starts"
+        help = "add max_rows, or remove streaming to download the whole split"
+        yield context.error("FT258", f"{path}.streaming", message, help)
     for name in ("weight", "epochs"):
         if getattr(source, name) is not None and not path.startswith("data.train"):
             message = f"{name} is for training data; each held-out row counts once"
@@ -303,12 +298,9 @@ def _weights(context: Context, sources: Sequence[DatasetConfig]) -> Findings:
     weighted = [source.weight is not None for source in sources]
     if any(weighted) and not all(weighted):
         index = weighted.index(False)
-        yield context.error(
-            "FT257",
-            f"data.train.{index}",
-            f"{sources[index].path} has no weight, but another source has one",
-            "give every source of data.train a weight, or none",
-        )
+        message = f"{sources[index].path} has no weight, but another source has one"
+        help = "give every source of data.train a weight, or none"
+        yield context.error("FT257", f"data.train.{index}", message, help)
     elif any(weighted) and context.work == "train" and not context.method.mixes:
         message = f"weights of sources are not supported yet in {context.method.title}"
         yield context.error("FT257", "data.train.0.weight", message, "repeat rows in the file, or remove it")

@@ -51,8 +51,7 @@ def judge_findings(
             found = error.findings[0]
             yield context.error(found.code, f"{path}.model", found.message, help=found.help)
     if judge.package is not None and not installed(judge.package.name.replace("-", "_")):
-        message = f"`use: {judge_name(judged)}` needs the package {judge.package.name}, which is not installed"
-        yield context.error("FT253", f"{path}.use", message, help=f"pip install '{judge.package.install}'")
+        yield context.lacks(f"{path}.use", f"`use: {judge_name(judged)}`", judge.package.name, judge.package.install)
     if judged.json_schema is not None and "json_schema" in judge.reads:
         try:
             validator_of(judged.json_schema)
@@ -204,11 +203,10 @@ def check_sampling(context: Context) -> Findings:
     if context.command != "sample":
         return
     if not recipe.rewards and not recipe.eval.tasks:
-        yield context.error(
-            "FT284",
-            "",
-            "the recipe has neither rewards (grpo.rewards) nor tasks (eval.tasks), so nothing judges what is sampled",
-            help="add a task, such as `eval: {tasks: [{use: exact_match}]}`, or `- file: judges.py:score` for your own",
+        message = (
+            "the recipe has neither rewards (grpo.rewards) nor tasks (eval.tasks), so nothing judges what is sampled"
         )
+        help = "add a task, such as `eval: {tasks: [{use: exact_match}]}`, or `- file: judges.py:score` for your own"
+        yield context.error("FT284", "", message, help=help)
     if context.method.reward_rules is not None:
         yield from code_of(context.method.reward_rules)(context)

@@ -30,13 +30,12 @@ def check(context: Context, device: DeviceFacts, dtypes: DtypePlan) -> Found:
         yield context.note("FT519", "", f"{device.unused} is not used: {INSTEAD}", help=help)
     if dtypes.compute == "bfloat16" and not device.has_bfloat16:
         needed, found = capability_text(BFLOAT16_CAPABILITY), capability_text(device.capability or (0, 0))
-        yield context.error(
-            "FT501",
-            "model.dtype",
-            f"{device.name} has no bfloat16: it needs compute capability {needed}, this GPU has {found}",
-            help="use model.dtype: float16 (the loss is then scaled) or float32 (twice the memory; auto takes it "
-            "here); or a GPU from Ampere on (a10, l4, a100, ...)",
+        message = f"{device.name} has no bfloat16: it needs compute capability {needed}, this GPU has {found}"
+        help = (
+            "use model.dtype: float16 (the loss is then scaled) or float32 (twice the memory; auto takes it "
+            "here); or a GPU from Ampere on (a10, l4, a100, ...)"
         )
+        yield context.error("FT501", "model.dtype", message, help=help)
     full = context.work == "train" and context.recipe.lora is None
     for name, what in (("pure_bf16", "holds parameters in"), ("bf16_gradients", "rounds gradients to")):
         if full and getattr(context.recipe.train, name) and dtypes.compute == "float32":
@@ -113,12 +112,11 @@ def _stored_products(context: Context, device: DeviceFacts, dtypes: DtypePlan) -
         others = " or ".join(name for name in quantizations.names() if quantizations.row(name).products is None)
         yield context.error("FT508", path, f"{path} {quantization.method}: {missing}", help=f"use {path}: {others}")
     elif dequantized is not None and not products.exact:
-        yield context.warning(
-            "FT508",
-            path,
-            f"{path} {quantization.method}: {dequantized}; here the weights are dequantized to {dtypes.compute} first",
-            help="use it here to try a recipe out; training without `quantization` is faster",
+        message = (
+            f"{path} {quantization.method}: {dequantized}; here the weights are dequantized to {dtypes.compute} first"
         )
+        help = "use it here to try a recipe out; training without `quantization` is faster"
+        yield context.warning("FT508", path, message, help=help)
     if products.tried is not None and not device.probed and device.kind == "cuda":
         tried = "they are tried on the machine itself, before a run begins"
         yield NotMade(f"products of {quantization.method} weights", tried)
@@ -188,10 +186,9 @@ def check_copies(context: Context) -> Findings:
         yield context.error("FT287", _COPIES, message, help=help)
     fitting = [str(n) for n in range(2, processes // 2 + 1) if processes % n == 0]
     if str(copies) not in fitting:
-        yield context.error(
-            "FT287",
-            _COPIES,
+        message = (
             f"{_COPIES} {copies} needs launch.num_processes divisible by {copies} and at least {2 * copies}; it is "
-            f"{processes}",
-            help=f"use {_COPIES}: {' or '.join(fitting)}" if fitting else f"start at least {2 * copies} processes",
+            f"{processes}"
         )
+        help = f"use {_COPIES}: {' or '.join(fitting)}" if fitting else f"start at least {2 * copies} processes"
+        yield context.error("FT287", _COPIES, message, help=help)

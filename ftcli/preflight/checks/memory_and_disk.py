@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from ftcli.facts.device import DeviceFacts
 from ftcli.paths import is_folder
 from ftcli.plan.disk import DiskEstimate, existing_ancestor, why_no_folder, why_not_writable
 from ftcli.plan.memory.advice import Verdict
-from ftcli.plan.memory.estimate import MemoryEstimate
+from ftcli.plan.memory.estimate import Estimate, MemoryEstimate
 from ftcli.plan.memory.host_total import HostEstimate
 from ftcli.plan.memory.shards import gathered_bytes
 from ftcli.plan.memory.workspaces import pinnable_bytes
@@ -25,9 +26,7 @@ def memory_findings(context: Context, estimate: MemoryEstimate, verdict: Verdict
     if verdict.level in ("fits", "unknown"):
         return
     assert verdict.available_bytes is not None
-    largest = sorted(estimate.phases[estimate.peak], key=lambda name: -estimate.parts[name])[:3]
-    parts = ", ".join(f"{name} {gib(estimate.parts[name])}" for name in largest)
-    needs = f"about {gib(verdict.needed_bytes)} GiB at its peak ({estimate.peak}: {parts})"
+    needs = f"about {gib(verdict.needed_bytes)} GiB at its peak ({estimate.peak}: {_largest_parts(estimate)})"
     has = f"{device.name} has {gib(verdict.available_bytes)} GiB" + (" free" if device.free_bytes is not None else "")
     if verdict.level == "tight":
         yield context.warning("FT602", "model.name_or_path", f"tight: {needs}, {has}", help=_remedy(verdict))
@@ -65,17 +64,20 @@ def host_total_findings(context: Context, estimate: HostEstimate, free_bytes: in
     """FT604: all ranks of the host need more of its memory at once than is free."""
     if free_bytes is None or estimate.total_bytes <= free_bytes:
         return
-    largest = sorted(estimate.phases[estimate.peak], key=lambda name: -estimate.parts[name])[:3]
-    parts = ", ".join(f"{name} {gib(estimate.parts[name])}" for name in largest)
-    ranks = f" of {estimate.processes} processes" if estimate.processes > 1 else ""
-    yield context.warning(
-        "FT604",
-        "launch.num_processes" if estimate.processes > 1 else "model.name_or_path",
-        f"{estimate.peak}{ranks} takes about {gib(estimate.total_bytes)} GiB of host memory ({parts}), and "
-        f"{gib(free_bytes)} GiB are free",
-        help="use fewer processes on this host, adapters in place of full fine-tuning, or a host with more memory: the "
-        "system kills processes when there is none left",
+    path, what = "model.name_or_path", str(estimate.peak)
+    if estimate.processes > 1:
+        path, what = "launch.num_processes", f"{what} of {estimate.processes} processes"
+    takes = f"{what} takes about {gib(estimate.total_bytes)} GiB of host memory ({_largest_parts(estimate)})"
+    help = (
+        "use fewer processes on this host, adapters in place of full fine-tuning, or a host with more memory: the "
+        "system kills processes when there is none left"
     )
+    yield context.warning("FT604", path, f"{takes}, and {gib(free_bytes)} GiB are free", help=help)
+
+
+def _largest_parts(estimate: Estimate[Any]) -> str:
+    largest = sorted(estimate.phases[estimate.peak], key=lambda name: -estimate.parts[name])[:3]
+    return ", ".join(f"{name} {gib(estimate.parts[name])}" for name in largest)
 
 
 def _remedy(verdict: Verdict) -> str:

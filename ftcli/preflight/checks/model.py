@@ -7,16 +7,7 @@ from difflib import get_close_matches
 
 from ftcli.config.model import LoraConfig
 from ftcli.errors import Finding
-from ftcli.facts.adapters import (
-    half_of_a_pair_finding,
-    head_finding,
-    no_module_finding,
-    problem_finding,
-    problems,
-    start_folder,
-    start_problems,
-    targets_of,
-)
+from ftcli.facts import adapters
 from ftcli.facts.model import ModelFacts, has_classifier, takes_sdpa
 from ftcli.facts.shape import ModelShape
 from ftcli.facts.tokenizer import TokenizerFacts, no_stop_finding
@@ -91,9 +82,8 @@ def _parts(context: Context, facts: ModelFacts) -> Findings:
     for index, name in enumerate(recipe.export.formats):
         if name in ("gguf", "ollama"):
             message = f"export.formats: {name} holds the language model alone, without what is learned by {asked}"
-            yield context.before_export(
-                "FT447", f"export.formats.{index}", message, "use export.formats: [safetensors]"
-            )
+            help = "use export.formats: [safetensors]"
+            yield context.before_export("FT447", f"export.formats.{index}", message, help)
 
 
 def _most_pixels(context: Context, facts: ModelFacts) -> Findings:
@@ -128,12 +118,9 @@ def _classifier(context: Context, facts: ModelFacts) -> Findings:
     cannot hold one.
     """
     if facts.senses is not None or not has_classifier(facts.text_type):
-        yield context.error(
-            "FT351",
-            "model.name_or_path",
-            f"transformers has no sequence classifier of {facts.text_type}, as which a reward model is saved",
-            help="choose another base model for train.method: reward",
-        )
+        message = f"transformers has no sequence classifier of {facts.text_type}, as which a reward model is saved"
+        help = "choose another base model for train.method: reward"
+        yield context.error("FT351", "model.name_or_path", message, help=help)
     if context.command in ("chat", "sample"):
         help = "`ftcli eval` measures it; the base model answers under a recipe without train.method: reward"
         yield context.error("FT351", "train.method", "a reward model scores answers and writes none", help=help)
@@ -163,12 +150,11 @@ def _stored_quantized(context: Context, facts: ModelFacts) -> Findings:
     if released is not None:
         yield from _released(context, facts, released[1])
     elif stored is None:
-        yield context.error(
-            "FT316",
-            path,
-            f"{facts.name} is stored quantized ({facts.quantization}), which this version of ftcli cannot train on",
-            help="name the model in bfloat16",
+        message = (
+            f"{facts.name} is stored quantized ({facts.quantization}), which this version of ftcli cannot train on"
         )
+        help = "name the model in bfloat16"
+        yield context.error("FT316", path, message, help=help)
     elif context.recipe.quantization.method != stored and context.recipe.model.init == "pretrained":
         help = f"set quantization.method: {stored}, or name it in bfloat16"
         yield context.error("FT316", path, f"{facts.name} is stored in {stored}", help=help)
@@ -193,22 +179,20 @@ def _released(context: Context, facts: ModelFacts, words: str) -> Findings:
         )
     else:
         said, help = f"read exactly, then rounded once more, to {method}", None
-    yield context.note(
-        "FT327", "model.name_or_path", f"{facts.name} is stored in {words}: its weights are {said}", help
-    )
+    message = f"{facts.name} is stored in {words}: its weights are {said}"
+    yield context.note("FT327", "model.name_or_path", message, help)
 
 
 def _warm_up(context: Context, facts: ModelFacts) -> Findings:
     """FT340: a model that was trained rounded is not the model of its exact values, if it has any."""
     recipe = context.recipe
     if context.trains and recipe.quantization.lambda_warmup_steps and recipe.model.init == "pretrained":
-        yield context.error(
-            "FT340",
-            "quantization.lambda_warmup_steps",
+        message = (
             f"{facts.name} was trained with ternary weights; lambda_warmup_steps would start from full-precision "
-            "values that it was never trained on",
-            help="remove it; training goes on from the ternary weights",
+            "values that it was never trained on"
         )
+        help = "remove it; training goes on from the ternary weights"
+        yield context.error("FT340", "quantization.lambda_warmup_steps", message, help=help)
 
 
 def _formats_of_rounded(context: Context, method: str) -> Findings:
@@ -267,12 +251,9 @@ def _stacks(context: Context, facts: ModelFacts) -> Findings:
     """Yields now what `export` would refuse of experts after training."""
     asked = [name for name in context.recipe.export.formats if exports.row(name).linear_only]
     if context.trains and asked and facts.shape is not None and facts.shape.has_experts:
-        yield context.note(
-            "FT740",
-            "export.formats",
-            f"{asked[0]} rounds linear layers alone, and the experts of {facts.name} are stacks",
-            help=f"leave {asked[0]} out; export.formats: [safetensors] writes the model in 16 bits",
-        )
+        message = f"{asked[0]} rounds linear layers alone, and the experts of {facts.name} are stacks"
+        help = f"leave {asked[0]} out; export.formats: [safetensors] writes the model in 16 bits"
+        yield context.note("FT740", "export.formats", message, help=help)
 
 
 def not_made(context: Context, facts: ModelFacts) -> Iterator[NotMade]:
@@ -324,9 +305,9 @@ def _start(context: Context, lora: LoraConfig) -> Findings:
     elif lora.init_lora_weights is not True:
         message = f"{path} and lora.init_lora_weights: {lora.init_lora_weights} both say where adapters begin"
         yield context.error("FT250", path, message, "remove one of them")
-    for problem in start_problems(lora, lora.start_from):
+    for problem in adapters.start_problems(lora, lora.start_from):
         help = "write the adapter's own values, or name another folder"
-        yield context.error("FT334", path, f"the adapter in {start_folder(lora.start_from)}: {problem}", help)
+        yield context.error("FT334", path, f"the adapter in {adapters.start_folder(lora.start_from)}: {problem}", help)
 
 
 def _adapters(context: Context, facts: ModelFacts, shape: ModelShape) -> Findings:
@@ -340,15 +321,15 @@ def _adapters(context: Context, facts: ModelFacts, shape: ModelShape) -> Finding
             yield context.error("FT311", "lora.target_modules", "lora.target_modules is empty", help="use all-linear")
     yield from _start(context, lora)
     of_others = context.recipe.model.train != images.LANGUAGE  # whose names are looked up when the model is there
-    for problem in () if of_others else problems(targets_of(shape, lora), lora):
-        yield problem_finding(problem, context.origins.at(f"lora.{problem.key}"))
+    for problem in () if of_others else adapters.problems(adapters.targets_of(shape, lora), lora):
+        yield adapters.problem_finding(problem, context.origins.at(f"lora.{problem.key}"))
     for index, name in enumerate(lora.modules_to_save):
         yield from _saved_module(context, facts, shape, f"lora.modules_to_save.{index}", name)
 
 
 def _target(context: Context, facts: ModelFacts, shape: ModelShape, path: str, target: str) -> Findings:
     if target in TABLES:
-        yield head_finding(target, context.origins.at(path))
+        yield adapters.head_finding(target, context.origins.at(path))
     elif not shape.adapted((target,)) and context.recipe.model.train == images.LANGUAGE:
         leaves = [linear.leaf for linear in shape.linears]
         close = get_close_matches(target, leaves, 1)
@@ -363,9 +344,9 @@ def _saved_module(context: Context, facts: ModelFacts, shape: ModelShape, path: 
         what = "a reward model does not use lm_head" if name == HEAD else f"{name} is always trained whole"
         yield context.error("FT313", path, f"lora.modules_to_save: {what}", help="remove it")
     elif name in TABLES and shape.tied:
-        yield half_of_a_pair_finding(name, context.origins.at(path))
+        yield adapters.half_of_a_pair_finding(name, context.origins.at(path))
     elif name not in (*TABLES, "norm", *(linear.leaf for linear in shape.linears)):
-        yield no_module_finding(name, TABLES, context.origins.at(path))
+        yield adapters.no_module_finding(name, TABLES, context.origins.at(path))
     elif quantizations.row(method).freezes_base and name in (linear.leaf for linear in shape.linears):
         message = f"lora.modules_to_save: {name} is stored in {method}, which cannot be trained"
         help = f"name it in lora.target_modules, or keep to {', '.join(TABLES)}, norm"

@@ -55,12 +55,8 @@ def _values(context: Context) -> Findings:
     launch, most = recipe.launch, engines.row(recipe.launch.engine).processes
     if most is not None and launch.num_processes > most:
         message = f"launch.num_processes: {launch.num_processes} is not supported with launch.engine: {launch.engine}"
-        yield context.error(
-            "FT250",
-            "launch.num_processes",
-            message,
-            f"use {most}, or launch.engine: {' or '.join(engines.of_several())}",
-        )
+        help = f"use {most}, or launch.engine: {' or '.join(engines.of_several())}"
+        yield context.error("FT250", "launch.num_processes", message, help)
     attention = recipe.model.attention
     if attention not in SUPPORTED_ATTENTION:
         message = f"model.attention: {attention} is not supported"
@@ -69,12 +65,11 @@ def _values(context: Context) -> Findings:
         yield from _method(context)
     if quantization.freezes_base and recipe.lora is None:
         others = " | ".join(quantizations.names(freezes_base=False))
-        yield context.error(
-            "FT251",
-            "quantization.method",
-            f"quantization.method {recipe.quantization.method} freezes the base weights, so there is nothing to train",
-            help=f"add a `lora` section, or use `quantization.method: {others}` for full fine-tuning",
+        message = (
+            f"quantization.method {recipe.quantization.method} freezes the base weights, so there is nothing to train"
         )
+        help = f"add a `lora` section, or use `quantization.method: {others}` for full fine-tuning"
+        yield context.error("FT251", "quantization.method", message, help=help)
 
 
 def _method(context: Context) -> Findings:
@@ -98,9 +93,8 @@ def _exports(context: Context, installed: Installed) -> Findings:
     for index, name in enumerate(context.recipe.export.formats):
         row = exports.row(name)
         if row.package is not None and not installed(row.package.name):
-            message = f"export.formats: {name} needs the package {row.package.name}, which is not installed"
-            help = f"pip install '{row.package.install}'"
-            yield context.error("FT253", f"export.formats.{index}", message, help=help)
+            package = row.package
+            yield context.lacks(f"export.formats.{index}", f"export.formats: {name}", package.name, package.install)
 
 
 def _programs(context: Context) -> Findings:
@@ -123,5 +117,4 @@ def _loggers(context: Context, installed: Installed) -> Findings:
     for name in context.recipe.logging.loggers:
         row = loggers.row(name)
         if not installed(row.package):
-            message = f"logging.{name} needs the package {row.package}, which is not installed"
-            yield context.error("FT253", f"logging.{name}", message, help=f"pip install '{row.install}'")
+            yield context.lacks(f"logging.{name}", f"logging.{name}", row.package, row.install)

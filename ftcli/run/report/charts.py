@@ -241,7 +241,8 @@ def line_chart(
         return Markup()
     drawn = [_drawing(title, shown, look, levels, log=False)]
     switch = []
-    if look.log and _all_positive(shown, levels):
+    values = [*(value for one in shown for _, value in one.finite), *levels.values()]
+    if look.log and min(values) > 0:
         name = "log-" + "".join(c if c.isalnum() else "-" for c in title.lower())
         switch = [
             tag("input", type="checkbox", class_="switch", id=name),
@@ -250,11 +251,6 @@ def line_chart(
         drawn.append(_drawing(title, shown, look, levels, log=True))
     caption = tag("figcaption", tag("b", title), _legend(shown, look, levels))
     return tag("figure", *switch, caption, *drawn)
-
-
-def _all_positive(series: Sequence[Series], levels: Levels) -> bool:
-    values = [*(value for one in series for _, value in one.finite), *levels.values()]
-    return min(values) > 0
 
 
 def _legend(series: Sequence[Series], look: ChartLook, levels: Levels) -> Markup:

@@ -72,7 +72,7 @@ def histogram(title: str, samples: Mapping[str, Sequence[float]], name: str, not
     return _figure(title, keys, note, f"{title}: {'; '.join(told)}", [grid(axes, name), *body])
 
 
-def scatter(title: str, clouds: Mapping[str, Sequence[Point]], name: str, note: str = "") -> Markup:
+def scatter(title: str, clouds: Mapping[str, Sequence[Point]], name: str) -> Markup:
     """Dots by the name of their cloud, and the median of each stretch of them; empty where all lie at one place of the
     horizontal axis.
     """
@@ -94,7 +94,7 @@ def scatter(title: str, clouds: Mapping[str, Sequence[Point]], name: str, note: 
     keys = [key(Series(each, ()), index) for index, each in enumerate(clouds)] if len(clouds) > 1 else []
     keys.append(tag("span", "line: medians"))
     label = f"{title}: {len(across):,} points"
-    return _figure(title, keys, note, label, [grid(axes, name), *body])
+    return _figure(title, keys, "", label, [grid(axes, name), *body])
 
 
 def _figure(title: str, keys: Sequence[Markup], note: str, label: str, body: Sequence[Markup]) -> Markup:

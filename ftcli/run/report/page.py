@@ -23,7 +23,7 @@ from ftcli.plain import JsonObject, is_number, map_in, maps, plain_fields
 from ftcli.run.atomic import read_json_object, read_text, storage_errors, utc_now, write_named, write_text
 from ftcli.run.completions import Completions
 from ftcli.run.directory import RunDirectory
-from ftcli.run.metrics import MetricsLine, read_metrics
+from ftcli.run.metrics import read_metrics
 from ftcli.run.recipe_changes import recipe_in, settings_of
 from ftcli.run.report import curves, margins, samples, tables
 from ftcli.run.report.charts import ChartLook, Series, count, line_chart, or_dash, percent, printable
@@ -200,17 +200,16 @@ def compare(paths: Sequence[Path]) -> Comparison:
     A run whose recipe cannot be read differs in no setting; its summary says so.
     """
     lines = [read_metrics(RunDirectory(path).metrics_path).lines for path in paths]
-    curves = {metric: tuple(_points(of_run, metric) for of_run in lines) for metric in CURVES}
+    curves = {
+        metric: tuple([(line["step"], line[metric]) for line in of_run if metric in line] for of_run in lines)
+        for metric in CURVES
+    }
     return Comparison(
         names=_names(paths),
         runs=tuple(summarise(path) for path in paths),
         curves={metric: points for metric, points in curves.items() if any(points)},
         differences=_differences([_settings(path) for path in paths]),
     )
-
-
-def _points(lines: Sequence[MetricsLine], metric: str) -> Points:
-    return [(line["step"], line[metric]) for line in lines if metric in line]
 
 
 def _settings(path: Path) -> dict[str, str]:

@@ -233,7 +233,10 @@ def _bar(dataset: JsonMap) -> Bar:
 
 
 def settings_by_section(recipe: JsonMap) -> dict[str, list[Setting]]:
-    defaults = _defaults()
+    # The recipe that says nothing has the defaults of every section.
+    sections: dict[str, JsonObject] = {row.section: {} for row in methods.TABLE.values() if row.section is not None}
+    nothing = {"version": 1, "model": {"name_or_path": "-"}, "lora": {}, **sections}
+    defaults = Recipe.model_validate(nothing).model_dump(mode="json")
     return {
         str(section): [
             Setting(key, as_text(value), as_text(known.get(key)))
@@ -249,13 +252,6 @@ def changed(every: Mapping[str, Sequence[Setting]]) -> list[Setting]:
     """The settings that are not the default, by their full names; what the run is called is none of them."""
     found = [Setting(f"{section}.{one.key}", one.value, one.default) for section, rows in every.items() for one in rows]
     return [one for one in found if one.changed and one.key not in PLACES]
-
-
-def _defaults() -> JsonObject:
-    """The recipe that says nothing, as plain values: the defaults of every section."""
-    sections: dict[str, JsonObject] = {row.section: {} for row in methods.TABLE.values() if row.section is not None}
-    nothing = {"version": 1, "model": {"name_or_path": "-"}, "lora": {}, **sections}
-    return Recipe.model_validate(nothing).model_dump(mode="json")
 
 
 def provenance(manifest: JsonMap) -> dict[str, Table]:

@@ -9,7 +9,7 @@ import huggingface_hub
 import pytest
 from huggingface_hub import constants
 
-from ftcli.facts.download import missing_bytes, sizes_on_hub
+from ftcli.facts.config_file import missing_bytes, sizes_on_hub
 
 COMMIT = "c" * 40
 FILES = {

@@ -203,6 +203,20 @@ def test_a_late_call_is_killed_and_the_rollout_goes_on(tmp_path: Path) -> None:
     assert one.reward() == 3.0
 
 
+def test_a_call_that_hangs_does_not_hold_up_the_end(tmp_path: Path) -> None:
+    """Threads that wait for a process are waited for when the program ends."""
+    (tmp_path / "mine.py").write_text(SOURCE, encoding="utf-8")
+    ending = pool(tmp_path, seconds=900.0)
+    instances, _ = ending.begin([{}, {}], ["a", "b"])
+    late = ending.submit(instances[0].call, [("sleep", {"seconds": 900})], None)
+    while not late.running():
+        time.sleep(0.01)
+    ending.close()
+    (said,) = late.result(60)
+    assert said.failed
+    assert instances[1].call([("add", {"by": 1})], None)[0].failed, "none is made anew"
+
+
 def test_an_answer_is_cut_where_the_recipe_says(counters: EnvironmentPool) -> None:
     (one,) = begun(counters, {})
     assert one.call([("long", {})], 10)[0].content == "xxxxxxxxxx\n(90 characters more)"

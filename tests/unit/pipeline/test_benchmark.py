@@ -105,3 +105,11 @@ def test_what_the_pairs_have_in_common_is_planned(tmp_path: Path, prompt: int | 
     path.write_text(smaller, encoding="utf-8")
     report = benchmark._checked(load_recipe(path), Session(offline=True), BenchOptions(batch=1, prompt=prompt))
     assert report.plan.prompt_tokens == shared
+
+
+def test_graphs_that_bench_leaves_out_are_not_called_the_recipes_choice(loaded: LoadedRecipe) -> None:
+    """Steps of one size that no graph takes: nobody set train.cuda_graphs."""
+    timed = loaded.recipe.changed({"train.cuda_graphs": False, "train.per_device_train_batch_size": 8})
+    assert benchmark.without_graphs(loaded.recipe, timed) == "a micro-batch of 8,192 tokens keeps the GPU busy"
+    assert benchmark.without_graphs(loaded.recipe, loaded.recipe) is None
+    assert benchmark.without_graphs(timed, timed) is None  # the recipe's own reason

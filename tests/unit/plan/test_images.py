@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from ftcli.config.load import Override, load_recipe
-from ftcli.preflight import named_device, preflight
+from ftcli.facts.device import named_device
+from ftcli.preflight.stages import preflight
 
 RECIPE = Path(__file__).parents[3] / "recipes" / "qwen3-vl-8b.yaml"
 

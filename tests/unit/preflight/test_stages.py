@@ -124,7 +124,8 @@ import sys
 from pathlib import Path
 from ftcli.config.load import load_recipe
 from ftcli.errors import FtcliError
-from ftcli.preflight import named_device, preflight
+from ftcli.facts.device import named_device
+from ftcli.preflight.stages import preflight
 try:
     recipe = load_recipe(Path("recipes/gemma2-2b.yaml"))
     preflight(recipe, command="check", device=named_device({device!r}), offline=True)

@@ -23,7 +23,7 @@ def test_a_step_divides_by_its_share_of_the_tokens_of_all_completions(loss_type:
 
     def loss(rows: slice, shape: StepShape) -> float:
         part = {name: value[rows] for name, value in batch.items()} | {"num_items_in_batch": mask.sum()}
-        return float(policy_loss(grpo, part, log_probs[rows], torch.zeros_like(log_probs[rows]), shape).loss)
+        return float(policy_loss(grpo, part, log_probs[rows], torch.zeros_like(log_probs[rows]), shape)[0])
 
     whole = loss(slice(0, ROWS), StepShape(1, 1))
     found = sum(loss(slice(at, at + 2), StepShape(4 // steps, 4)) for at in range(0, ROWS, 2))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from ftcli.data.tokens import TokenizedRow, TokenStore, TokenTable, TokenWriter, encoded_of
+from ftcli.data.tokens import RowImage, TokenizedRow, TokenStore, TokenTable, TokenWriter, encoded_of
 from ftcli.errors import FtcliError
 from ftcli.labels import IGNORE_INDEX
 from ftcli.methods.kto.losses import LabelSettings
@@ -139,6 +140,8 @@ def test_an_answer_with_both_labels_is_named_by_its_row() -> None:
     (finding,) = contradictions(rows)
     assert (finding.code, finding.severity, str(finding.origin)) == ("FT467", "warning", "d.jsonl:3")
     assert "d.jsonl:1" in finding.message
+    shown = replace(row(3, -1.0), images=(RowImage("other.png", None, 1, 1, (1, 1), 3),))
+    assert list(contradictions([rows[0], shown])) == []
     many = [row(1, 1.0), *(row(number, -1.0) for number in range(2, 10))]
     found = list(contradictions(many))
     assert len(found) == 6
