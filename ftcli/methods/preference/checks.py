@@ -139,6 +139,9 @@ def _ignored(context: Context, settings: PreferenceConfig, names: list[str]) -> 
         takes = ", ".join(name for name in preference_losses.names() if preference_losses.row(name).smooths)
         message = f"preference.label_smoothing has no meaning for {', '.join(names)}"
         yield context.error("FT282", "preference.label_smoothing", message, help=f"remove it, or use one of {takes}")
+    elif settings.label_smoothing and (sharp := [one for one in names if not preference_losses.row(one).smooths]):
+        message = f"preference.label_smoothing has no meaning for {', '.join(sharp)}, a part of this mixture"
+        yield context.warning("FT283", "preference.label_smoothing", message, help="the other losses are smoothed")
     if context.says("preference.gamma") and "simpo" not in names:
         help = "remove it, or use loss: simpo"
         yield context.error("FT282", "preference.gamma", "preference.gamma is read by simpo only", help=help)

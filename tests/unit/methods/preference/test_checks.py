@@ -58,6 +58,7 @@ WARNED = [
     ("preference={loss: ipo, beta: 0.1}", "dpo", "asks for a margin of 5 nats a token"),
     ("preference.beta=0.1", "simpo", "preference.beta 0.1 with simpo"),
     ("preference.reference_cache=./cache", "dpo", "in one epoch each pair is seen once"),
+    ("preference={loss: [{name: sigmoid}, {name: bco_pair}], label_smoothing: 0.2}", "dpo", "no meaning for bco_pair"),
 ]
 
 
