@@ -319,6 +319,14 @@ def _mapped(path: Path, dtype: type[np.generic]) -> NDArray[Any]:
     return np.memmap(path, dtype=dtype, mode="r")
 
 
+def digest_of(row: TokenizedRow) -> bytes:
+    """Of its tokens and images. The tokens themselves, of all pairs, would be gigabytes."""
+    digest = hashlib.blake2b(np.asarray(row.input_ids, dtype=np.int32).tobytes(), digest_size=16)
+    for image in row.images:
+        digest.update(image.content or str(image.path).encode())
+    return digest.digest()
+
+
 class TokenTable(Sequence[TokenizedRow]):
     """The rows of several stores, one after the other. ``starts`` says where each store begins, and the total."""
 

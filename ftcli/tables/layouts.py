@@ -19,6 +19,7 @@ class RowLayout:
         optional: Further columns that are read where they are there.
         conversation: Columns that hold the conversation itself; judges get the rendered prompt in their place.
         unit: Training rows that one of its rows makes, which are kept or dropped together; 2 for pairs.
+        renamed: Code: a row in the columns of other tools as one in these.
     """
 
     columns: tuple[str, ...]
@@ -29,6 +30,7 @@ class RowLayout:
     conversation: tuple[str, ...] = ()
     unit: int = 1
     labelled: bool = False
+    renamed: str | None = None
 
     @property
     def imitated(self) -> bool:
@@ -42,6 +44,11 @@ class RowLayout:
 
 #: What is read of a conversation beside its turns.
 _OF_CHATS = ("tools", "functions", "chat_template_kwargs", "images", "image")
+#: What LLaMA-Factory, axolotl and ms-swift call the parts of a pair.
+_OF_OTHER_PAIRS = (
+    *("messages", "conversations", "chosen_response", "rejected_response", "rejected_messages"),
+    *("instruction", "question", "input", "system", "history"),
+)
 
 #: In the order in which ``format: auto`` tries them.
 TABLE: Mapping[str, RowLayout] = {
@@ -87,9 +94,10 @@ TABLE: Mapping[str, RowLayout] = {
         ("chosen", "rejected"),
         "ftcli.methods.preference.rows:understand",
         loss_on=("completion", "assistant"),
-        optional=("prompt", "margin", *_OF_CHATS),
-        conversation=("prompt", "chosen", "rejected"),
+        optional=("prompt", "margin", *_OF_OTHER_PAIRS, *_OF_CHATS),
+        conversation=("prompt", "chosen", "rejected", *_OF_OTHER_PAIRS),
         unit=2,
+        renamed="ftcli.methods.preference.rows:renamed",
     ),
     "labelled": RowLayout(
         (),

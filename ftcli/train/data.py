@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -13,7 +13,8 @@ from ftcli.data.collate import lengths_once
 from ftcli.data.ledger import DatasetLedger, mostly_untrained
 from ftcli.data.order import ComputedTokens, Epochs, computed_by, epochs_of
 from ftcli.data.prepare import PreparedData, prepare
-from ftcli.data.tokens import TokenTable
+from ftcli.data.tokens import TokenTable, digest_of
+from ftcli.errors import Finding, Origin
 from ftcli.job import Job
 from ftcli.plain import FLATTENED, JsonObject
 from ftcli.plan.batches import Batches
@@ -27,6 +28,21 @@ class EpochLayout:
 
     batches: Batches = field(metadata=FLATTENED)
     first_epoch: ComputedTokens = field(metadata=FLATTENED)
+
+
+def also_trained(train: TokenTable, held_out: TokenTable) -> Iterator[Finding]:
+    """FT468: held-out rows that are trained on, token for token. Training rows of other lengths are not read."""
+    known = {digest_of(row) for row in held_out}
+    found: dict[bytes, Origin] = {}
+    for index in np.flatnonzero(np.isin(train.lengths, held_out.lengths)).tolist():
+        row = train[index]
+        if (digest := digest_of(row)) in known:
+            found.setdefault(digest, row.row.origin)
+    if found:
+        count = sum(digest_of(row) in found for row in held_out)
+        message = f"{count:,} of {len(held_out):,} held-out texts are trained on as well, such as this one"
+        help = "take them out of either; what is measured on them says how well they are remembered"
+        yield Finding("FT468", message, next(iter(found.values())), help, "warning")
 
 
 def tokenized(job: Job, name: Literal["train", "eval"]) -> PreparedData:

@@ -202,7 +202,8 @@ def _train(session: Session, context: RunContext) -> RowsResult:
         asked_tasks = method.evaluator(job, eval_data.sequences, judges=judges)
         if scores_tasks:
             asked_tasks.read_tasks()
-        for finding in method.findings(job.recipe, train_data.sequences):
+        findings = data.also_trained(train_data.sequences, eval_data.sequences)
+        for finding in (*findings, *method.findings(job.recipe, train_data.sequences)):
             job.reporter.finding(finding)
         epochs = method.epochs(job, train_data)
         planned = job.plan.execution.batches

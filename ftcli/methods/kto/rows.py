@@ -25,8 +25,8 @@ def understand(row: Row) -> Example:
     ``value`` is 1 for a wanted answer and -1 for an unwanted one. Raises Misfit without a label or an answer.
     """
     said = {name: row.fields[name] for name in _LABELS if row.fields.get(name) is not None}
-    if not said and {"chosen", "rejected"} <= set(row.fields):
-        wanted = pairs.understand(row)
+    if not said and {"chosen", "rejected"} <= set((both := pairs.renamed(row)).fields):
+        wanted = pairs.understand(both)
         return replace(wanted, value=1.0, others=tuple(replace(one, value=-1.0) for one in wanted.others))
     if not said:
         empty = next((name for name in _LABELS if name in row.fields), None)

@@ -15,7 +15,7 @@ from torch import Tensor
 from ftcli.config.recipe import Recipe
 from ftcli.data.order import Epochs, Mixture, Packs, mixture
 from ftcli.data.prepare import PreparedData
-from ftcli.data.tokens import TokenizedRow, TokenTable, by_file
+from ftcli.data.tokens import TokenizedRow, TokenTable, by_file, digest_of
 from ftcli.errors import Finding, FtcliError
 from ftcli.evaluate.loss import LossResult, Sums, require_finite
 from ftcli.evaluate.margins import Floats, RowTable, margins_of_answers
@@ -27,7 +27,7 @@ from ftcli.methods.kto.reference import mismatched_rows
 from ftcli.methods.kto.reference import scored_ahead as answers_ahead
 from ftcli.methods.preference.evaluate import ComparedEvaluator, forward_pass
 from ftcli.methods.preference.figures import held_out_names, stop_columns, stop_measures
-from ftcli.methods.preference.pairs import SCORED, digest_of
+from ftcli.methods.preference.pairs import SCORED
 from ftcli.methods.preference.train import Compared, start_of
 from ftcli.model.backbone import compute_context
 from ftcli.train.on_rows import ObjectiveParts

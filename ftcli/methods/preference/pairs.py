@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from ftcli.data.collate import documents_batch, lengths_once, part_of, shared_batch, with_images
 from ftcli.data.order import Epochs, Mixture, Packs, mixture
-from ftcli.data.tokens import TokenizedRow, TokenTable
+from ftcli.data.tokens import TokenizedRow, TokenTable, digest_of
 from ftcli.errors import Finding
 from ftcli.labels import IGNORE_INDEX
 from ftcli.model.backbone import head_of, hidden_states, within_root
@@ -106,14 +105,6 @@ def pair_findings(table: Sequence[TokenizedRow]) -> Iterator[Finding]:
             "consider preference.loss: sigmoid_norm (with beta around 5), simpo, or preference.ld_alpha: 0.5",
             "warning",
         )
-
-
-def digest_of(row: TokenizedRow) -> bytes:
-    """Of its tokens and images. The tokens themselves, of all pairs, would be gigabytes."""
-    digest = hashlib.blake2b(np.asarray(row.input_ids, dtype=np.int32).tobytes(), digest_size=16)
-    for image in row.images:
-        digest.update(image.content or str(image.path).encode())
-    return digest.digest()
 
 
 def answer_tokens(row: TokenizedRow) -> int:

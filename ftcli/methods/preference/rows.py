@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from ftcli.plain import JsonMap, JsonObject
 from ftcli.rows.layouts.messages import conversation, list_of, marks_of, messages_of
-from ftcli.rows.layouts.prompted import text_of
+from ftcli.rows.layouts.prompted import instructed, shared, text_of
 from ftcli.rows.row import Example, Message, Misfit, Row
 
 
@@ -28,6 +29,49 @@ def understand(row: Row) -> Example:
     if first.messages is None and any(row.fields.get(name) for name in ("image", "images")):
         raise Misfit("a prompt with images must be a list of messages, which say where each belongs")
     return replace(first, others=(second,), value=_margin(row.fields.get("margin")))
+
+
+def renamed(row: Row) -> Row:
+    """A pair in the columns of LLaMA-Factory, axolotl or ms-swift as ``prompt``, ``chosen`` and ``rejected``: answers
+    called `chosen_response` and `rejected_response`; a conversation with another last answer beside it (`messages` with
+    `rejected_response` or `rejected_messages`); a prompt in `conversations`, `instruction` or `question`.
+    """
+    fields = dict(row.fields)
+    for name in ("chosen", "rejected"):
+        if name not in fields and fields.get(f"{name}_response") is not None:
+            fields[name] = fields[f"{name}_response"]
+    if "chosen" not in fields and fields.get("messages") is not None:
+        said = list_of(fields["messages"])
+        if fields.get("rejected_messages") is not None:
+            fields |= {"chosen": said, "rejected": fields["rejected_messages"]}
+        elif "rejected" in fields:
+            fields |= _with_another_end(said, fields["rejected"])
+    if "rejected" in fields and fields.get("prompt") is None:
+        fields |= _prompt_of_others(fields)
+    return replace(row, fields=fields)
+
+
+def _with_another_end(said: list[Any], rejected: Any) -> JsonObject:
+    """The prompt and both answers of a conversation and what might have been its last answer."""
+    if messages_of(said)[-1]["role"] != "assistant":
+        raise Misfit("'messages' ends without an answer that the rejected one could be compared with")
+    other = {"role": "assistant", "content": rejected} if is_text(rejected) else rejected
+    return {"prompt": said[:-1], "chosen": said[-1:], "rejected": listed(other)}
+
+
+def _prompt_of_others(fields: JsonMap) -> JsonObject:
+    """The prompt that stands in another column, and answers as messages where they are turns of `from` and `value`."""
+    if fields.get("conversations") is not None:
+        system = [{"role": "system", "content": fields["system"]}] if fields.get("system") else []
+        found: JsonObject = {"prompt": [*system, *shared(list_of(fields["conversations"]))]}
+        for name in ("chosen", "rejected"):
+            turns = listed(fields[name])
+            if isinstance(turns, list) and turns and isinstance(turns[0], dict) and "from" in turns[0]:
+                found[name] = shared(turns)
+        return found
+    if (asked := fields.get("instruction") or fields.get("question")) is not None:
+        return {"prompt": instructed({**fields, "instruction": asked})}
+    return {}
 
 
 def _margin(given: Any) -> float:

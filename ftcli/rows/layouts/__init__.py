@@ -24,6 +24,8 @@ def layout_of(row: Row, requested: str) -> str:
 def understand(row: Row, layout: str) -> Example:
     """The row as an example. Raises Misfit with the reason when it does not fit ``layout``."""
     known = layouts.row(layout)
+    if known.renamed is not None:
+        row = code_of(known.renamed)(row)
     missing = [name for name in known.columns if name not in row.fields]
     if missing:
         raise Misfit(f"column {missing[0]!r} is missing{'' if known.imitated else meant_for(row)}")

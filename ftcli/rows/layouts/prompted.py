@@ -4,9 +4,11 @@ prompts, turns of ShareGPT with `from` and `value`, and rows that are tokenized 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from ftcli.labels import IGNORE_INDEX
+from ftcli.plain import JsonMap
 from ftcli.rows.layouts.messages import (
     REASONING_KEYS,
     call_of,
@@ -83,7 +85,13 @@ def _answer(answer: Any) -> Message:
 
 def understand_instruction(row: Row) -> Example:
     """``{"instruction": ..., "input": ..., "output": ..., "system": ..., "history": [[instruction, answer], ...]}``."""
-    fields = row.fields
+    messages = instructed(row.fields)
+    messages.append({"role": "assistant", "content": text_of(row.fields["output"], "output")})
+    return conversation(row, messages)
+
+
+def instructed(fields: JsonMap) -> list[Message]:
+    """The turns in front of an answer: system, history, and the instruction with its input. Raises Misfit."""
     user = text_of(fields["instruction"], "instruction")
     if fields.get("input"):
         user = f"{user}\n\n{text_of(fields['input'], 'input')}"
@@ -97,8 +105,7 @@ def understand_instruction(row: Row) -> Example:
         messages.append({"role": "user", "content": text_of(instruction, "history")})
         messages.append({"role": "assistant", "content": text_of(answer, "history")})
     messages.append({"role": "user", "content": user})
-    messages.append({"role": "assistant", "content": text_of(fields["output"], "output")})
-    return conversation(row, messages)
+    return messages
 
 
 def understand_tokenized(row: Row) -> Example:
@@ -168,11 +175,18 @@ _ROLES = {
 
 def understand_sharegpt(row: Row) -> Example:
     """``{"conversations": [{"from": "human", "value": ...}, ...], "system": ..., "tools": ...}``."""
-    fields = row.fields
     messages: list[Message] = []
-    if fields.get("system"):
-        messages.append({"role": "system", "content": text_of(fields["system"], "system")})
-    turns, first = list_of(fields["conversations"]), len(messages)
+    if row.fields.get("system"):
+        messages.append({"role": "system", "content": text_of(row.fields["system"], "system")})
+    turns, first = list_of(row.fields["conversations"]), len(messages)
+    messages += shared(turns)
+    roles = [message["role"] for message in messages[first:]]
+    return conversation(row, messages, untrained=marks_of(turns, roles, first))
+
+
+def shared(turns: Sequence[Any]) -> list[Message]:
+    """Turns of `from` and `value` as messages. Raises Misfit."""
+    messages: list[Message] = []
     for number, turn in enumerate(turns, 1):
         if not isinstance(turn, dict) or not isinstance(turn.get("from"), str):
             raise Misfit(f"message {number} has no 'from'")
@@ -185,8 +199,7 @@ def understand_sharegpt(row: Row) -> Example:
             raise Misfit(f"message {number} has no text in 'value'")
         message = _called(text, number) if role == "function_call" else {"role": role, "content": text}
         messages.append({**message, **{key: turn[key] for key in REASONING_KEYS if turn.get(key)}})
-    roles = [message["role"] for message in messages[first:]]
-    return conversation(row, messages, untrained=marks_of(turns, roles, first))
+    return messages
 
 
 def _called(text: str, number: int) -> Message:

@@ -133,6 +133,21 @@ FORMS: dict[str, Row] = {
     "all of them one message": {"prompt": user("q"), "chosen": says("good"), "rejected": says("bad")},
     "a prompt that is one message, and strings": {"prompt": user("q"), "chosen": "good", "rejected": "bad"},
     "JSON text": {name: json.dumps(value) for name, value in PAIR.items()},
+    "LLaMA-Factory's conversations": {
+        "conversations": [{"from": "human", "value": "q"}],
+        "chosen": {"from": "gpt", "value": "good"}, "rejected": {"from": "gpt", "value": "bad"},
+    },
+    "LLaMA-Factory's conversations, answered in strings": {
+        "conversations": [{"from": "human", "value": "q"}], "chosen": "good", "rejected": "bad",
+    },
+    "LLaMA-Factory's instructions": {"instruction": "q", "input": "", "chosen": "good", "rejected": "bad"},
+    "axolotl's questions": {"system": "", "question": "q", "chosen": "good", "rejected": "bad"},
+    "axolotl's responses": {"instruction": "q", "chosen_response": "good", "rejected_response": "bad"},
+    "ms-swift's other response": {"messages": [user("q"), says("good")], "rejected_response": "bad"},
+    "ms-swift's other message": {"messages": [user("q"), says("good")], "rejected_response": says("bad")},
+    "ms-swift's other messages": {
+        "messages": [user("q"), says("good")], "rejected_messages": [user("q"), says("bad")],
+    },
 }  # fmt: skip
 
 
@@ -398,3 +413,20 @@ def test_weights_of_files_are_shares_of_pairs(tokenizer: PreTrainedTokenizerBase
     assert len(order) == 32  # 8 of the second file are a quarter
     assert sum(unit < 4 for unit in order) == 24
     assert all(order.count(unit) == 1 for unit in range(4, 12))
+
+
+def test_prompts_of_other_tools_are_whole(prepared: Prepare, showing: PreTrainedTokenizerBase) -> None:
+    """System, earlier turns, an instruction's input, and calls in turns of `from` and `value`."""
+    wanted = [{"role": "system", "content": "s"}, user("a"), says("b"), user("q\n\nx")]
+    answers: Row = {"chosen": "good", "rejected": "bad"}
+    instructed: Row = {"instruction": "q", "input": "x", "system": "s", "history": [["a", "b"]], **answers}
+    turns = [("human", "a"), ("gpt", "b"), ("human", "q\n\nx")]
+    told: Row = {"conversations": [{"from": who, "value": said} for who, said in turns], "system": "s", **answers}
+    plain = texts(prepared([{"prompt": wanted, **answers}], by=showing), showing)
+    assert texts(prepared([instructed], by=showing), showing) == plain
+    assert texts(prepared([told], by=showing), showing) == plain
+
+
+def test_a_conversation_that_ends_without_an_answer_has_no_other_one(prepared: Prepare) -> None:
+    ((_, said),) = refusal(prepared, [{"messages": [user("q")], "rejected_response": "bad"}])
+    assert "ends without an answer" in said
