@@ -260,6 +260,7 @@ def _look(looking: RowSurvey, report: PreflightReport, tokenizer: PreTrainedToke
     """Looks at all rows; what could not be checked of them together."""
     from ftcli.data.asked import room_of_task
     from ftcli.model.tokenizer import stop_token_ids
+    from ftcli.train.data import also_trained
 
     recipe, stops = report.recipe, stop_token_ids(report.facts, tokenizer)
     survey, not_made = report.plan.method.survey, []
@@ -268,7 +269,9 @@ def _look(looking: RowSurvey, report: PreflightReport, tokenizer: PreTrainedToke
     else:
         local = local_sources(recipe.data.train)
         table = looking.rows("data.train", local, stops)
-        looking.rows("data.eval", local_sources(recipe.data.eval), stops)
+        held_out = looking.rows("data.eval", local_sources(recipe.data.eval), stops)
+        if table is not None and held_out is not None and len(table) <= _MOST_ROWS:
+            looking.findings += also_trained(table, held_out)
         if table is not None and len(table) and len(local) == len(recipe.data.train):
             not_made = _look_at_all(looking, report, table)
     room = room_of_task(recipe.data, recipe.eval.generate)

@@ -113,3 +113,12 @@ def test_rows_that_are_too_many_to_be_compared_are_told(
         found[most] = [finding["code"] for finding in document["findings"]].count(code) > 0, not_made
     told = "there are 4, and more than 3 take too long here; the run compares all"
     assert found == {4: (method != "sft", []), 3: (False, [] if method == "sft" else [told])}
+
+
+def test_a_file_that_is_trained_on_and_held_out_is_told(user: User) -> None:
+    path = rows(user.folder / "d.jsonl", GOOD)
+    status, document = user.run("check", user.recipe(data={"train": [path], "eval": [path]}))
+    assert status == 0
+    assert [finding["message"] for finding in document["findings"] if finding["code"] == "FT468"] == [
+        "1 of 1 held-out texts are trained on as well, such as this one"
+    ]
