@@ -282,7 +282,8 @@ class SourceReader:
         ledger = counts.ledger(source.path, layout)
         if not ledger.kept_rows:
             message = f"no row of {source.path} is left: {ledger.dropped_rows:,} too long, {ledger.bad_rows:,} broken"
-            help = "raise data.max_seq_len or choose data.overlong: truncate; fix the broken rows"
+            cut = "" if self._data.overlong == "truncate" else " or choose data.overlong: truncate"
+            help = f"raise data.max_seq_len{cut}; fix the broken rows"
             raise FtcliError.single("FT404", message, exit_code=ExitCode.DATA, origin=Origin(source.path), help=help)
         return {"ledger": plain_fields(ledger), "skipped": [_plain(finding) for finding in counts.bad[:3]]}
 
