@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,14 +33,14 @@ class EpochLayout:
 
 def also_trained(train: TokenTable, held_out: TokenTable) -> Iterator[Finding]:
     """FT468: held-out rows that are trained on, token for token. Training rows of other lengths are not read."""
-    known = {digest_of(row) for row in held_out}
+    known = Counter(digest_of(row) for row in held_out)
     found: dict[bytes, Origin] = {}
     for index in np.flatnonzero(np.isin(train.lengths, held_out.lengths)).tolist():
         row = train[index]
         if (digest := digest_of(row)) in known:
             found.setdefault(digest, row.row.origin)
     if found:
-        count = sum(digest_of(row) in found for row in held_out)
+        count = sum(known[digest] for digest in found)
         message = f"{count:,} of {len(held_out):,} held-out texts are trained on as well, such as this one"
         help = "take them out of either; what is measured on them says how well they are remembered"
         yield Finding("FT468", message, next(iter(found.values())), help, "warning")
