@@ -46,7 +46,7 @@ def renamed(row: Row) -> Row:
             fields |= {"chosen": said, "rejected": fields["rejected_messages"]}
         elif "rejected" in fields:
             fields |= _with_another_end(said, fields["rejected"])
-    if "rejected" in fields and fields.get("prompt") is None:
+    if {"chosen", "rejected"} <= set(fields) and fields.get("prompt") is None and not _tells_prompt(fields["chosen"]):
         fields |= _prompt_of_others(fields)
     return replace(row, fields=fields)
 
@@ -57,6 +57,13 @@ def _with_another_end(said: list[Any], rejected: Any) -> JsonObject:
         raise Misfit("'messages' ends without an answer that the rejected one could be compared with")
     other = {"role": "assistant", "content": rejected} if is_text(rejected) else rejected
     return {"prompt": said[:-1], "chosen": said[-1:], "rejected": listed(other)}
+
+
+def _tells_prompt(answer: Any) -> bool:
+    """True if an answer is a whole conversation, whatever other columns say of its prompt."""
+    turns = list_of(answer) if answer and not is_text(answer) and not isinstance(answer, dict) else [None]
+    first = turns[0] if isinstance(turns[0], dict) else {}
+    return first.get("role", first.get("from")) in ("user", "human", "system")
 
 
 def _prompt_of_others(fields: JsonMap) -> JsonObject:

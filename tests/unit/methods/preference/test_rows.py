@@ -140,6 +140,9 @@ FORMS: dict[str, Row] = {
     "LLaMA-Factory's conversations, answered in strings": {
         "conversations": [{"from": "human", "value": "q"}], "chosen": "good", "rejected": "bad",
     },
+    "whole conversations beside an instruction": {
+        "instruction": "answer:", "chosen": [user("q"), says("good")], "rejected": [user("q"), says("bad")],
+    },
     "LLaMA-Factory's instructions": {"instruction": "q", "input": "", "chosen": "good", "rejected": "bad"},
     "axolotl's questions": {"system": "", "question": "q", "chosen": "good", "rejected": "bad"},
     "axolotl's responses": {"instruction": "q", "chosen_response": "good", "rejected_response": "bad"},
