@@ -286,8 +286,8 @@ def _require_finite(text: JsonMap, found: ConfigSource, origin: Origin | None) -
 
 
 def _require_counts(text: JsonMap, found: ConfigSource, origin: Origin | None) -> None:
-    """Raises FtcliError FT305 for no positions, for windows that are no whole numbers, for whole numbers beyond every float, and for more layers for further
-    tokens than can be, of which transformers' configs make lists.
+    """Raises FtcliError FT305 for no positions, for windows that are no whole numbers, for whole numbers beyond every
+    float, and for more layers for further tokens than can be, of which transformers' configs make lists.
     """
     positions = text.get("n_positions")  # of families that learn them: a row for each
     if isinstance(positions, int) and positions < 1:
