@@ -100,6 +100,13 @@ def test_what_is_stored_is_the_teachers_distribution(user: User, monkeypatch: py
         assert np.abs(kept["log_probs"][start:end] - wanted.values.numpy()).max() < 1e-4
         assert (kept["ids"][start:end] == wanted.indices.numpy()).mean() > 0.99
         start = end
+    packed = user.recipe(
+        "packed", train=TRAIN, data={**DATA, "packing": True}, model={"kernels": "reference"}, distill=distill
+    )
+    user.done("train", packed, "--max-steps", "1")
+    (line,) = (line for line in user.metrics("packed") if "loss" in line)
+    assert abs(line["loss"]) < 1e-5
+    assert line["teacher_agreement"] > 0.99  # each position has its own row's teacher
 
 
 def test_rows_that_are_not_there_are_asked_and_no_others(narrow: User) -> None:
