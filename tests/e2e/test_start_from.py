@@ -99,7 +99,7 @@ def test_what_does_not_fit_is_refused(what: str, stored: User) -> None:
 
 @pytest.mark.parametrize("cached", [False, True], ids=["live", "cached"])
 def test_pairs_are_compared_with_the_adapter_as_it_was_loaded(cached: bool, stored: User) -> None:
-    """In each step or ahead of the first one, in a run that goes on, and in `ftcli eval`, which holds it to its files."""
+    """In each step or ahead of the first one, where a run goes on, and in `ftcli eval`, which holds it to its files."""
     user = stored
     first = trained(user, lora={"r": 4})
     change = pairs(lora={"r": 4, "start_from": str(first)}, preference={"reference_cache": "./kept"} if cached else {})
