@@ -16,7 +16,7 @@ from ftcli.data.template import Renderer, renderer_of, training_form
 from ftcli.data.tokens import EncodedArrays, RowImage, TokenizedRow, encoded_of
 from ftcli.data.vision import Vision
 from ftcli.errors import Finding, FtcliError
-from ftcli.labels import IGNORE_INDEX, end_at_stop, labels_of, without_loss
+from ftcli.labels import IGNORE_INDEX, end_at_stop, without_loss
 from ftcli.rows.layouts import misfit_finding, understand
 from ftcli.rows.row import Example, Message, Misfit, Row, data_error, surrogate
 from ftcli.tables import layouts
@@ -355,7 +355,7 @@ class Encoder:
         """A rendered row's tokens, and what is wrong with its mask or its images. A row of an earlier answer has those
         that come before it.
         """
-        labels = labels_of(one.ids, one.offsets, one.rendered.spans)
+        labels = one.labels()
         problem = self._untrained(example, labels) or self._check(example, labels)
         without_loss(labels, one.offsets, one.rendered.holes)
         made = TokenizedRow(Row(example.row.source, example.row.number, {}), one.ids, labels, example.value)
