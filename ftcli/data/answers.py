@@ -231,12 +231,12 @@ class BoundaryTokenizer:
         return found
 
     def _placed(self, rows: Sequence[Rendered]) -> list[TokenizedText | None]:
-        """The rows whose places can be told without offsets, and in which each answer begins with a token of its own."""
+        """The rows whose places can be told without offsets, and whose answers each begin with a token of their own."""
         chosen = [row for row in rows if row.answers and row.spans and not row.holes] if self._added else []
         if not chosen:
             return [None] * len(rows)
         self._encoded(["a"])  # no truncation, no padding from here on, whatever was asked of the tokenizer before
-        encoded = self._tokenizer.backend_tokenizer.encode_batch_fast(  # type: ignore[attr-defined]
+        encoded = self._tokenizer.backend_tokenizer.encode_batch_fast(
             [row.text for row in chosen], add_special_tokens=False
         )
         ids = [one.ids for one in encoded]
@@ -331,7 +331,7 @@ def spells(tokenizer: PreTrainedTokenizerBase) -> bool:
     """
     from tokenizers import pre_tokenizers
 
-    backend: Any = tokenizer.backend_tokenizer  # type: ignore[attr-defined]
+    backend: Any = tokenizer.backend_tokenizer
     model, added = backend.model, backend.get_added_tokens_decoder().values()
     if type(model).__name__ != "BPE" or model.dropout or any(token.single_word for token in added):
         return False
