@@ -148,7 +148,7 @@ class _Messages:
     """
 
     __slots__ = ("_start", "_watch")
-    __hash__ = None
+    __hash__ = None  # type: ignore[assignment]
 
     def __init__(self, watch: _Watch, start: int) -> None:
         self._watch, self._start = watch, start
