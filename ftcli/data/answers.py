@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -181,6 +181,10 @@ class TokenizedText:
         for first, last in self.trained:
             labels[max(1, first) : last] = self.ids[max(1, first) : last]
         return labels
+
+    def ends_at(self, stops: Collection[int]) -> bool:
+        """True if it is known that each span ends with one of these tokens."""
+        return self.trained is not None and all(self.ids[last - 1] in stops for _, last in self.trained)
 
 
 class BoundaryTokenizer:

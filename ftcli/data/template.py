@@ -184,11 +184,14 @@ class Renderer:
         wanted: dict[bool, list[list[Message]]] = {True: [], False: []}
         asked: list[tuple[list[Message], list[tuple[int, bool]]]] = []
         for messages, turns in chats:
-            if any(message.get("tool_calls") for message in messages):
+            if all(map(_is_plain, messages)):
+                chat = list(messages)
+            elif any(message.get("tool_calls") for message in messages):
                 continue
-            held = [(m, _thinking(m, keep=self._reasoning == "keep") if _thoughtful(m) else m) for m in messages]
-            self._prepared.update({id(message): (message, made) for message, made in held if made is not message})
-            chat = [made for _, made in held]
+            else:
+                held = [(m, _thinking(m, keep=self._reasoning == "keep") if _thoughtful(m) else m) for m in messages]
+                self._prepared.update({id(message): (message, made) for message, made in held if made is not message})
+                chat = [made for _, made in held]
             asked.append(
                 (chat, [(turn, True) for turn in turns] + [(turn + 1, False) for turn in (*turns, len(chat) - 1)])
             )
@@ -423,11 +426,11 @@ def _size(messages: Sequence[Message]) -> int:
 
 def _is_plain(message: Message) -> bool:
     """True for a message of text alone."""
-    return len(message) == 2 and "</think>" not in message.get("content", "</think>")
+    return len(message) == 2 and "</think>" not in str(message.get("content", "</think>"))
 
 
 def _thoughtful(message: Message) -> bool:
-    return message["role"] == "assistant" and bool(reasoning_of(message).strip())
+    return message["role"] == "assistant" and not _is_plain(message) and bool(reasoning_of(message).strip())
 
 
 def _thinking(message: Message, *, keep: bool) -> Message:
