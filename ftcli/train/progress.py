@@ -124,6 +124,8 @@ def fields(line: MetricsLine, held_out: Mapping[str, float | str]) -> dict[str, 
         found |= _rewarded(line)
     elif _is_number(line.get("loss")):
         found["loss"] = float(line["loss"])
+        if _is_number(line.get("teacher_agreement")):
+            found["agreement"] = f"{line['teacher_agreement']:.1%}"
     found |= held_out
     if _is_number(line.get("learning_rate")):
         found["lr"] = float(line["learning_rate"])

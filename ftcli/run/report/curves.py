@@ -61,6 +61,7 @@ def _alone(title: str, metric: str, name: str, *, share: bool = False, log: bool
 _SUPERVISED = (
     Chart("Loss", (Curve("loss", "training", smooth=True), Curve("eval_loss", "held-out", dots=True)), log=True),
     Chart("Held-out token accuracy", (Curve("eval_token_accuracy", "token accuracy", dots=True),), share=True),
+    _alone("Tokens whose likeliest is the teacher's", "teacher_agreement", "agreement", share=True),
 )
 _ENDS = ("completions/min_length", "completions/max_length")
 _OF_REWARDS = (
