@@ -64,7 +64,7 @@ def _require_nobodys(target: Path) -> None:
     """Raises FT153 where the name is that of a file of a run."""
     try:
         resolved = target.resolve()
-    except (OSError, RuntimeError) as error:  # links that lead in circles
+    except (OSError, RuntimeError, ValueError) as error:  # links that lead in circles, a NUL in the name
         raise _unwritable(target, error) from None
     if not any(is_file(parent / RUN_RECIPE) for parent in resolved.parents):
         return
@@ -82,7 +82,7 @@ def _exists(target: Path, help: str, what: str = "") -> FtcliError:
     return FtcliError.single("FT153", message, origin=_COMMAND_LINE, help=help)
 
 
-def _unwritable(target: Path, error: OSError | RuntimeError) -> FtcliError:
+def _unwritable(target: Path, error: OSError | RuntimeError | ValueError) -> FtcliError:
     reason = getattr(error, "strerror", None) or first_line(error)
     help = "name a file in a folder that exists and that you can write to"
     return FtcliError.single("FT155", f"{target} cannot be written: {reason}", origin=_COMMAND_LINE, help=help)

@@ -170,7 +170,7 @@ class LlmJudge:
             raise _unusable(f"{self._url} {reason}") from error
         except (OSError, http.client.HTTPException) as error:  # also what urllib makes of a name that is not known
             raise _Passing(f"could not be reached ({first_line(error)})") from error
-        except (ValueError, KeyError, IndexError, TypeError) as error:
+        except (ValueError, KeyError, IndexError, TypeError, RecursionError) as error:
             reason = "did not answer as OpenAI's chat completions do"
             raise _Passing(reason, unusable=_unusable(f"{self._url} {reason}")) from error
 

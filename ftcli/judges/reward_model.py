@@ -47,7 +47,7 @@ def classifier_folder(name: str) -> Path:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         architectures = [str(one) for one in config["architectures"]]
         labels = len(config.get("id2label") or {"0": "", "1": ""})
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise _unusable(name, f"its config.json cannot be read ({first_line(error)})") from error
     if not any(one.endswith("ForSequenceClassification") for one in architectures) or labels != 1:
         raise _unusable(name, f"it is a {architectures[0] if architectures else 'model'} of {labels} labels")

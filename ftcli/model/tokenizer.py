@@ -175,4 +175,4 @@ def align_special_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerB
 def _special(ids: Iterable[object], tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The special tokens of the tokenizer among ``ids``; a generation_config.json may name anything."""
     special = set(tokenizer.all_special_ids) | set(tokenizer.get_added_vocab().values())
-    return [one for one in ids if isinstance(one, int) and one in special]
+    return [one for one in ids if type(one) is int and one in special]

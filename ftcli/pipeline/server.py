@@ -162,7 +162,7 @@ class Server:
             raise Refused(error.code, said) from error
         except (OSError, http.client.HTTPException) as error:  # also what urllib makes of a name that is not known
             raise self.unusable(f"{url} cannot be reached: {first_line(error)}") from error
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise self.unusable(f"{url} does not answer with JSON: {first_line(error)}") from error
         return found if isinstance(found, dict) else {}
 
@@ -187,7 +187,7 @@ def _reason(body: bytes) -> str:
     text = body.decode("utf-8", "replace")
     try:
         told = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return first_line(ValueError(text))
     error = told.get("error", told) if isinstance(told, dict) else told
     found = (error.get("message") or error.get("detail")) if isinstance(error, dict) else error

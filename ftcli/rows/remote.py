@@ -102,7 +102,7 @@ class RemoteData:
     def _listed_before(self, source: DatasetConfig, known: Path) -> list[_RemoteFile]:
         try:
             return [_RemoteFile(*values) for values in json.loads(known.read_text(encoding="utf-8"))]
-        except (OSError, ValueError, TypeError):
+        except (OSError, ValueError, TypeError, RecursionError):
             raise _not_cached(source) from None
 
     def _list(self, source: DatasetConfig, row: stores.Store) -> list[_RemoteFile]:

@@ -196,6 +196,8 @@ class Mirror:
             index = json.loads(system.cat_file(f"{root}/{INDEX}"))
         except FileNotFoundError:
             return None
+        except RecursionError as error:
+            raise ValueError(f"{INDEX} is nested too deeply") from error
         if not isinstance(index, dict) or index.get("format") != _FORMAT or not index.get("files"):
             raise ValueError(f"{INDEX} is none that this ftcli reads")
         return index

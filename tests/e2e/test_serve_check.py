@@ -7,10 +7,12 @@ import json
 import shutil
 import socket
 import subprocess
+import threading
 import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +146,21 @@ def test_what_people_read(folder: Path, loaded: tuple[Any, Any], capsys: pytest.
     assert "error[FT793]: template: the server writes conversations otherwise than in training: after" in shown.err
     assert "help: give it the chat_template.jinja" in shown.err
     assert "answers otherwise (mine, 2 prompts)" in shown.out
+
+
+def test_an_answer_that_is_nested_too_deeply_is_none(folder: Path, user: User) -> None:
+    class Deep(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"[" * 100_000)
+
+        def log_message(self, *_: object) -> None: ...
+
+    with HTTPServer(("127.0.0.1", 0), Deep) as server:
+        threading.Thread(target=server.handle_request).start()
+        status, document = checked(user, folder, f"http://127.0.0.1:{server.server_port}")
+    assert (status, [each["code"] for each in document["findings"]]) == (2, ["FT790"])
 
 
 REFUSED: dict[str, tuple[str, list[str], str]] = {

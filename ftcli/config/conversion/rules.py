@@ -138,7 +138,7 @@ def _is_settable(key: str, draft: Draft) -> bool:
 def _steps(draft: Draft, given: ForeignSetting, key: str) -> None:
     value = given.value
     number = float(value) if isinstance(value, int | float) and not isinstance(value, bool) else 0.0
-    if number >= 1 and number == int(number):
+    if number >= 1 and number.is_integer():
         draft.put(key, int(number), given)
     else:
         draft.unusable(given, f"`{given.name}: {value}` is not a number of steps", f"write optimizer steps: {key}")

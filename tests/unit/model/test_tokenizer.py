@@ -63,7 +63,9 @@ def test_what_ends_gpt_oss_reasoning_does_not_end_its_turn(tmp_path: Path) -> No
 def test_what_a_model_came_with_stays_though_no_file_said_so() -> None:
     tokenizer = Official("qwen3").tokenizer
     ids = [tokenizer.convert_tokens_to_ids(token) for token in ("<|im_end|>", "<|endoftext|>")]
-    model: Any = SimpleNamespace(config=LlamaConfig(), generation_config=SimpleNamespace(eos_token_id=[ids[1], 10**6]))
+    brought = [ids[1], 10**6, False]  # False is 0, and token 0 may be special
+    model: Any = SimpleNamespace(config=LlamaConfig(), generation_config=SimpleNamespace(eos_token_id=brought))
+    tokenizer.add_special_tokens({"additional_special_tokens": [tokenizer.convert_ids_to_tokens(0)]})
     align_special_tokens(model, tokenizer, (ids[0],))
     assert model.generation_config.eos_token_id == ids
 

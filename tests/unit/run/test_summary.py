@@ -242,6 +242,7 @@ def test_the_page_is_written_where_it_may_be(
     assert written("pipe") == (2, "FT155")  # nobody reads
     assert written("a") == (2, "FT155")
     assert written("no/page.html") == (2, "FT155")
+    assert written("a\0") == (2, "FT155")
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind("talk")
         assert written("talk") == (2, "FT155")

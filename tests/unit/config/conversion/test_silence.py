@@ -168,6 +168,11 @@ def test_defaults_of_torchs_optimizers_and_schedules(old: str, new: str, key: st
     assert at(made("theirs.yaml", TORCHTUNE.replace(old, new)), key) == value
 
 
+def test_a_number_beyond_every_float_is_no_number_of_steps(made: Make) -> None:
+    found = made("theirs.yaml", TORCHTUNE + "save_every_n_steps: 1e999\n")
+    assert any("save_every_n_steps" in message for _, message, _ in found.said), found.said
+
+
 @pytest.mark.parametrize("value", ["false", "null", "0", "''", "[]", "{}", "true", "3"])
 @pytest.mark.parametrize("tool", BASES)
 def test_a_key_that_is_not_known_is_always_told(tool: str, value: str, made: Make) -> None:
