@@ -154,6 +154,7 @@ class _Counts:
     totals: Counter[str] = field(default_factory=Counter)
     counts: Counter[str] = field(default_factory=Counter)
     unread: list[str] = field(default_factory=list)
+    implicit: str = ""
 
     def fault(self, finding: Finding) -> None:
         """A row that is broken."""
@@ -167,6 +168,7 @@ class _Counts:
         for finding in batch.overlong:
             _kept(self.overlong, self.overlong_codes, finding)
         self.counts.update(batch.counts)
+        self.implicit = self.implicit or batch.implicit
         spans, ids = batch.encoded.spans, batch.encoded.ids
         self.totals.update(
             kept_rows=len(batch.encoded.index),
@@ -187,6 +189,7 @@ class _Counts:
             bad_rows=self.bad_codes.total(),
             bad_codes=dict(self.bad_codes),
             columns_unread=self.unread,
+            implicit=self.implicit,
             counts={name: count for name, count in sorted(self.counts.items()) if count},
             **{total: self.totals[total] for total in names},
         )

@@ -66,7 +66,7 @@ def ours(case: str, share: str, reference: str, options: argparse.Namespace) -> 
             f"data.format={'preference' if options.method == 'dpo' else 'labelled'}",
             "data.loss_on=auto", f"data.train=[{data}]", "data.eval=[]", f"data.max_seq_len={longest}", "eval.tasks=[]",
             "eval.every_steps=null", f"train.max_steps={options.steps}",
-            f"logging.every_steps={10 if case == 'lognormal' else 1}",
+            f"logging.every_steps={10 if case == 'lognormal' and options.device == 'cuda' else 1}",
             f"train.per_device_train_batch_size={options.pairs * (1 if options.method == 'dpo' else 2)}",
             "train.gradient_accumulation_steps=1",
             "train.learning_rate=1e-5", "train.warmup_steps=0", f"quantization.method={storage}",
@@ -125,8 +125,9 @@ def by_trl(case: str, options: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         config = DPOConfig(
             output_dir=folder, max_length=None, use_cpu=not on_gpu, bf16=on_gpu, optim="adamw_torch_fused",
-            per_device_train_batch_size=options.pairs, max_steps=options.steps, gradient_checkpointing=False,
-            save_strategy="no", report_to=[], logging_strategy="no", disable_tqdm=True,
+            per_device_train_batch_size=options.pairs, max_steps=options.steps,
+            gradient_checkpointing=options.checkpointing == "true", save_strategy="no", report_to=[],
+            logging_strategy="no", disable_tqdm=True,
         )  # fmt: skip
         made = {"args": config, "train_dataset": rows, "processing_class": tokenizer, "callbacks": [Ends()]}
         DPOTrainer(adapted(options.device), **made).train()
@@ -164,7 +165,7 @@ def main() -> None:
     arguments.add_argument("--settings", nargs="+", default=[], help="KTO's, such as preference.kl_rows=2")
     arguments.add_argument("--pairs", type=int, default=4)
     arguments.add_argument("--steps", type=int, default=12)
-    arguments.add_argument("--checkpointing", default="false")
+    arguments.add_argument("--checkpointing", default="false", help="of TRL true or false")
     arguments.add_argument("--work", nargs=4, help=argparse.SUPPRESS)
     options = arguments.parse_args()
     require_device(options.device)

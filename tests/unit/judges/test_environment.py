@@ -195,6 +195,31 @@ def test_what_ends_the_process_does_not_end_the_rollout(counters: EnvironmentPoo
     assert one.call([("add", {"by": 1})], None)[0].content == "8"
 
 
+def test_processes_that_are_killed_while_they_are_brought_back_lose_nothing(
+    counters: EnvironmentPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine that is short of memory kills the next one as well: of what makes, resets and calls each is cut off."""
+    do, left = Worker.do, {"make": 1, "reset": 1, "call": 1, "describe": 1}
+
+    def killed(worker: Worker, what: str, *given: Any, seconds: float) -> Any:
+        if left.get(what) and worker._process.poll() is None:
+            left[what] -= 1
+            os.kill(worker._process.pid, signal.SIGKILL)
+            worker._process.wait()
+        return do(worker, what, *given, seconds=seconds)
+
+    monkeypatch.setattr(Worker, "do", killed)
+    (one,) = begun(counters, {"start": 1})
+    assert one.call([("add", {"by": 2})], None) == [ToolResult("add", "3", failed=False)]
+    assert one.facts().name == "Counter"
+    left.update(make=1, reset=1, call=1, reward=1)
+    one.reset({"start": 1})
+    one.call([("add", {"by": 2})], None)
+    left.update(make=1, reset=1, call=1)
+    one.worker.end()
+    assert one.reward() == 3.0
+
+
 def test_a_late_call_is_killed_and_the_rollout_goes_on(tmp_path: Path) -> None:
     one = alone(tmp_path, seconds=1.5, start=1)
     one.call([("add", {"by": 2})], None)
