@@ -241,7 +241,7 @@ class SourceReader:
     def store(self, source: DatasetConfig, cache: TokenCache) -> tuple[TokenStore, bool]:
         """The source's tokens, and whether they came from the cache."""
         key = self._key(source)
-        found = cache.find(key)
+        found = cache.find(key, sees=not isinstance(self._vision, str))
         if found is not None:
             return found, True
         return cache.make(key, lambda writer: self._tokenize(source, writer)), False
