@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ftcli.data.vision import Vision
 
 #: Part of every key: raised whenever the same input gives other tokens or other files.
-FORMAT = 6
+FORMAT = 7
 
 
 def contents_of(source: DatasetConfig, *, offline: bool) -> list[tuple[str, str]] | None:

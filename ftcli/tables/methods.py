@@ -41,7 +41,7 @@ class Method:
         from_prompts: Its rows are prompts, which the model answers. Rows of other methods hold the answers too.
         classifier: What it trains is a sequence classifier with one number (:mod:`ftcli.model.score_head`).
         scores_tasks: `eval.tasks` are scored before and after training.
-        goes_on: It can go on from an adapter: it has no reference, which would be the model without it.
+        goes_on: It can go on from an adapter; a reference is the adapter as it was loaded.
         sees: Its rows may have images.
         timed: `ftcli bench` times its own steps; else those of supervised fine-tuning at the same batch.
         length: The recipe key that is lowered where rows are too long.
@@ -157,7 +157,7 @@ def _preference(name: str, title: str) -> Method:
         defaults={"data.format": "preference", "train.learning_rate": rate, "train.warmup_steps": 0.1},
         full_defaults={"train.learning_rate": 5e-7},
         unit=2,
-        goes_on=name != "dpo",
+        goes_on=True,
         packs=False,
         on_ranks=True,
         timed=True,

@@ -17,7 +17,7 @@ from ftcli.run.metrics import MetricsLine
 from ftcli.run.report import LiveProgress, LiveReport
 from ftcli.tables import quantizations
 from ftcli.train.context import RunContext, Unwritten
-from ftcli.units import Pace, duration, gib
+from ftcli.units import Pace, duration, gib, score
 
 if TYPE_CHECKING:
     from ftcli.job import Job
@@ -173,9 +173,9 @@ def held_out(metrics: MetricsLine) -> dict[str, str]:
         if not key.startswith("eval_") or key in _COUNTS or not _is_number(value):
             continue
         name = key.removeprefix("eval_")
-        is_share = name != "loss" and not name.endswith(_NUMBERS)
+        is_score = name != "loss" and not name.endswith(_NUMBERS)
         # That of a task is its own.
-        shown[_OF_LOSS.get(name, name)] = f"{value:.1%}" if is_share else f"{value:.4f}"
+        shown[_OF_LOSS.get(name, name)] = score(value) if is_score else f"{value:.4f}"
     return shown
 
 
