@@ -259,6 +259,7 @@ def test_sdpa_where_transformers_computes_the_model_without_it(findings: Callabl
         ({"hidden_dropout": math.nan}, "hidden_dropout nan"),
         ({"rope_theta": math.inf}, "rope_theta inf"),
         ({"rms_norm_eps": math.inf}, "rms_norm_eps inf"),
+        ({"sliding_window": 0.0}, "sliding_window 0.0 is not"),
         ({"final_logit_softcapping": 10**400}, "final_logit_softcapping"),
     ],
 )
