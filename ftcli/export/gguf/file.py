@@ -357,6 +357,7 @@ def prepare_gguf(source: ExportSource, say: Callable[[str], None]) -> ExpectedFi
     if architecture is None:
         raise no_place(unknown_architecture(text.model_type))
     description = metadata_of(config.get_text_config(), architecture)
+    description = replace(description, values={**description.values, **_beside_text(config)})
     rounded = rounded_layers(config)
     if not rounded and any(TYPES[kind].ternary for kind in source.settings.gguf.types):
         able = " | ".join(quantizations.trained())
@@ -398,6 +399,13 @@ def prepare_gguf(source: ExportSource, say: Callable[[str], None]) -> ExpectedFi
         facts=facts,
         activations=_activation_values(in_file, names),
     )
+
+
+def _beside_text(config: PretrainedConfig) -> dict[str, Value]:
+    """How many layers of a Qwen3-VL read what the tower's layers saw, without which llama.cpp takes no projector."""
+    seen: Any = getattr(config, "vision_config", None)
+    layers = getattr(seen, "deepstack_visual_indexes", None)
+    return {"n_deepstack_layers": len(layers)} if layers else {}
 
 
 def _is_the_embedding(name: str, weights: ModelWeights, architecture: Architecture) -> bool:

@@ -26,6 +26,7 @@ from ftcli.export.gguf.file import (
     type_of,
     write_file,
 )
+from ftcli.export.gguf.seeing import IMAGE, compare_seen
 from ftcli.export.gguf.verify import verify_file
 from ftcli.export.lazy import computing_from
 from ftcli.export.safetensors import plan_model, require_kept_base
@@ -85,8 +86,10 @@ def write(source: ExportSource, folder: Path, say: Callable[[str], None]) -> Ver
         facts["adapter_relative_error"] = _adapter(source, wanted, folder, say)
     if wanted.names.left_out:
         told, untold = write_projector(source, folder, say)
-        facts |= told
         warnings += untold
+        if told and source.verify and wanted.llama_cpp and wanted.architecture.fault is None:
+            facts |= _shown_images(source, wanted, folder, str(told["projector"]))
+        facts |= told
     if not source.verify:
         return not_asked(wanted.merged_with)
     facts["tensors"] = len(wanted.names.stored)
@@ -96,6 +99,16 @@ def write(source: ExportSource, folder: Path, say: Callable[[str], None]) -> Ver
         tuple(warnings),
         wanted.merged_with,
     )
+
+
+def _shown_images(source: ExportSource, wanted: ExpectedFile, folder: Path, projector: str) -> dict[str, str | float]:
+    """What the record says of an image that llama.cpp is shown, with the type of the most bits."""
+    kind = min(source.settings.gguf.types, key=lambda each: TYPES[each].logits)
+    path = folder / f"{wanted.name}-{TYPES[kind].ggml}.gguf"
+    told, problems = compare_seen(source, wanted, path, folder / projector, max(TYPES[kind].logits, IMAGE))
+    if problems:
+        raise not_verified(folder, [f"{projector}: {problem}" for problem in problems])
+    return told
 
 
 def _importance(

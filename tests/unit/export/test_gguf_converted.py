@@ -6,18 +6,24 @@ A stand-in with its command line writes the files; docs/performance.md says what
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer
 
+from ftcli.assets import asset
 from ftcli.config.evaluation import ExportConfig
 from ftcli.errors import FtcliError
 from ftcli.export.clean.process import CleanProcess
-from ftcli.export.clean.request import LOGITS, ReloadAnswer, ReloadRequest
+from ftcli.export.clean.request import LOGITS, PICTURE, READ, ReloadAnswer, ReloadRequest
 from ftcli.export.gguf import convert
+from ftcli.export.gguf import seeing as llama_seeing
+from ftcli.export.gguf.file import prepare_gguf
 from ftcli.export.gguf.verify import LIBRARY
+from ftcli.export.source import resolve_source
 from ftcli.export.verify import TEXTS
 from ftcli.export.writing import ExportResult, export_run
 from ftcli.gguf import ReadFile
@@ -25,7 +31,6 @@ from tests.small_models import build
 from tests.unit.export import converter_stand_in
 from tests.unit.export.conftest import Heard, Trained, tokenizer
 from tests.unit.export.gguf_runs import adapt
-from tests.vision import processor_of
 
 pytest.importorskip("gguf")
 pytestmark = pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys")
@@ -150,18 +155,58 @@ def test_logits_of_llama_cpp_decide(
 
 @pytest.fixture(scope="module")
 def seeing(tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    model = build("qwen3_vl")
+    stored = asset("models", "tiny-qwen3-vl")
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(stored), dtype=torch.float32)
     made = adapt(tmp_path_factory.mktemp("vision"), model)
-    processor_of("qwen3_vl", model.config.to_dict()).save_pretrained(made.base)
+    shutil.copyfile(stored / "preprocessor_config.json", made.base / "preprocessor_config.json")
+    for folder in (made.base, made.run.adapter_dir):
+        AutoTokenizer.from_pretrained(stored).save_pretrained(folder)
     return made
 
 
 def test_a_projector_lies_beside_a_model_that_sees(seeing: Trained, tmp_path: Path) -> None:
     result = export(seeing, checkout(tmp_path / "llama.cpp"))
     assert {"mmproj-run-F32.gguf", "run-F32.gguf"} <= {path.name for path in result.path.iterdir()}
-    assert result.verification.facts["projector_tensors"] == 27
+    assert result.verification.facts["projector_tensors"] == 39
+    # without which llama.cpp takes the projector for another model's
+    assert ReadFile(result.path / "run-F32.gguf").values["qwen3vl.n_deepstack_layers"] > 0
     with pytest.raises(FtcliError, match=r"mmproj-run-F32\.gguf: .*mlp\.linear_fc1\.weight is not in the file"):
         export(seeing, checkout(tmp_path / "llama.cpp", "a changed number"))
+
+
+def test_what_llama_cpp_sees_is_held_to_training(
+    seeing: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ids that it read are computed here, with the image's own tokens in their place."""
+    computed, vocabulary = llama_seeing._trained, 512
+    said = torch.randn(1, vocabulary, generator=torch.Generator().manual_seed(0))
+    given: list[dict[str, torch.Tensor]] = []
+
+    def known(source: Any, wanted: Any, row: Any) -> torch.Tensor:
+        given.append(row)
+        assert torch.isfinite(computed(source, wanted, row)).all()
+        return said
+
+    def answer(fault: str) -> tuple[dict[str, Any], list[str]]:
+        def reload(request: ReloadRequest, sent: Any) -> ReloadAnswer:
+            height, width = sent[PICTURE].shape[:2]
+            count = (height // 16) * (width // 16) - (fault == "tokens")
+            found = said.flip(-1) if fault == "logits" else said
+            return ReloadAnswer(tensors={READ: torch.tensor([9, 10, *[-1] * count, 11]), LOGITS: found})
+
+        return llama_seeing.compare_seen(source, replace(wanted, reload=reload), tmp_path, tmp_path, 0.02)
+
+    monkeypatch.setattr(llama_seeing, "_trained", known)
+    source = replace(resolve_source(seeing.run), offline=True, verify=False)
+    wanted = prepare_gguf(source, lambda _: None)
+    told, problems = answer("")
+    assert (told["llama_cpp_image_error"], problems) == (0.0, [])
+    (row,) = given[0]["input_ids"].tolist()
+    assert (row[:2], row[-1]) == ([9, 10], 11)
+    assert set(row[2:-1]) == {wanted.config.image_token_id}
+    assert "with an image, in llama.cpp logits differ" in answer("logits")[1][0]
+    assert "tokens in llama.cpp" in answer("tokens")[1][0]
 
 
 def test_without_a_projector_the_language_model_is_written(
