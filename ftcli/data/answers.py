@@ -11,11 +11,15 @@ two line breaks). Generation never makes such a token: it is given the prompt's 
 
 from __future__ import annotations
 
+import json
 import re
-from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
+
+from ftcli.labels import IGNORE_INDEX, labels_of
+from ftcli.plain import JsonObject
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -24,6 +28,8 @@ if TYPE_CHECKING:
 OPENED_REASONING = re.compile(r"<think>\s*\Z")
 #: Characters by which the places are found that may be the end of a generation prompt.
 _SEED = 12
+#: Texts of which the ids are remembered, and how long these may be.
+_MOST_KNOWN, _SHORT = 4096, 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,21 +155,44 @@ class StopTexts:
         return None if found is None else (text[: found.start()], found[0])
 
 
+Spans = tuple[tuple[int, int], ...]
+
+
 @dataclass(frozen=True, slots=True)
 class TokenizedText:
-    """Ids of a text, the characters that each stands for, and the text with its spans.
+    """Ids of a text, the text with its spans, and the half-open ranges of ids that stand for these.
 
-    ``apart`` is False where the first token of the last answer could not be told from its prompt's last one.
+    Attributes:
+        offsets: The characters that each token stands for, as the tokenizer told them.
+        apart: False where the first token of the last answer could not be told from its prompt's last one.
     """
 
     rendered: Rendered
     ids: list[int]
-    offsets: list[tuple[int, int]]
+    trained: Spans | None = None
+    offsets: list[tuple[int, int]] = field(default_factory=list)
     apart: bool = True
+
+    def labels(self) -> list[int]:
+        """The id inside a span, IGNORE_INDEX elsewhere; nothing predicts the first token."""
+        if self.trained is None:
+            return labels_of(self.ids, self.offsets, self.rendered.spans)
+        labels = [IGNORE_INDEX] * len(self.ids)
+        for first, last in self.trained:
+            labels[max(1, first) : last] = self.ids[max(1, first) : last]
+        return labels
+
+    def ends_at(self, stops: Collection[int]) -> bool:
+        """True if it is known that each span ends with one of these tokens."""
+        return self.trained is not None and all(self.ids[last - 1] in stops for _, last in self.trained)
 
 
 class BoundaryTokenizer:
     """Tokenizes rendered rows.
+
+    Where a tokenizer spells a text character by character, and answers end with an added token, the places of answers
+    are known without asking for each token's characters: behind so many added tokens and the tokens of what is between
+    the last of these and the answer. That takes a third less time. All other rows are placed by their offsets.
 
     Args:
         split: Give an earlier answer whose tokens are others in the conversation a row of its own; else it is left out.
@@ -173,23 +202,79 @@ class BoundaryTokenizer:
         self._tokenizer = tokenizer
         self._split = split
         # Added tokens are found before anything else: what is tokenized after one does not depend on what is before.
-        self._breaks = frozenset(tokenizer.all_special_ids) | frozenset(tokenizer.get_added_vocab().values())
+        added = {str(token): index for token, index in tokenizer.get_added_vocab().items()}
+        self._breaks = frozenset(tokenizer.all_special_ids) | frozenset(added.values())
+        self._added = added if frozenset(added.values()) == self._breaks and spells(tokenizer) else {}
+        self._find = re.compile("|".join(re.escape(token) for token in sorted(added, key=len, reverse=True)))
+        self._known: dict[str, list[int]] = {}
 
     def tokenized(self, rows: Sequence[Rendered]) -> list[list[TokenizedText]]:
         """The tokens of each row; of several rows where an earlier answer needs one of its own."""
-        if not rows:
-            return []
-        encoded = self._encoded([row.text for row in rows])
-        joint = [TokenizedText(row, *both) for row, both in zip(rows, encoded, strict=True)]
+        placed = self._placed(rows)
+        left = [row for row, one in zip(rows, placed, strict=True) if one is None]
+        encoded = self._encoded([row.text for row in left])
+        joint = [TokenizedText(row, ids, None, offsets) for row, (ids, offsets) in zip(left, encoded, strict=True)]
         windows = [[self._window(one, start) for start, _ in one.rendered.spans] for one in joint]
-        texts = list(dict.fromkeys(text for row in windows for text, _ in row if text))
-        alone = dict(zip(texts, (ids for ids, _ in self._encoded(texts)), strict=True)) if texts else {}
-        return [
+        alone = self._alone([text for row in windows for text, _ in row])
+        separated = iter(
             self._separated(one, [not text or alone[text] == ids for text, ids in row])
             for one, row in zip(joint, windows, strict=True)
-        ]
+        )
+        return [next(separated) if one is None else [one] for one in placed]
+
+    def _alone(self, texts: Iterable[str]) -> dict[str, list[int]]:
+        """The ids of each text by itself. Prompts end alike, so that most are known."""
+        wanted = dict.fromkeys(text for text in texts if text)
+        new = [text for text in wanted if text not in self._known]
+        encoded = self._encoded(new)
+        found = {text: self._known[text] for text in wanted if text in self._known}
+        found |= {text: ids for text, (ids, _) in zip(new, encoded, strict=True)}
+        self._known.update({text: ids for text, ids in found.items() if len(text) <= _SHORT})
+        if len(self._known) > _MOST_KNOWN:
+            self._known.clear()
+        return found
+
+    def _placed(self, rows: Sequence[Rendered]) -> list[TokenizedText | None]:
+        """The rows whose places can be told without offsets, and whose answers each begin with a token of their own."""
+        chosen = [row for row in rows if row.answers and row.spans and not row.holes] if self._added else []
+        if not chosen:
+            return [None] * len(rows)
+        self._encoded(["a"])  # no truncation, no padding from here on, whatever was asked of the tokenizer before
+        encoded = self._tokenizer.backend_tokenizer.encode_batch_fast(
+            [row.text for row in chosen], add_special_tokens=False
+        )
+        ids = [one.ids for one in encoded]
+        heads = [self._heads(row, found) for row, found in zip(chosen, ids, strict=True)]
+        alone = self._alone([text for row in heads for _, text, _ in row])
+        made: dict[int, TokenizedText] = {}
+        for row, found, places in zip(chosen, ids, heads, strict=True):
+            trained = tuple((begin + len(alone[text]), last) for begin, text, last in places)
+            starts = ((begin, text) for begin, text, _ in places)
+            if places and all(found[begin : begin + len(alone[text])] == alone[text] for begin, text in starts):
+                made[id(row)] = TokenizedText(row, found, trained)
+        return [made.get(id(row)) for row in rows]
+
+    def _heads(self, row: Rendered, ids: list[int]) -> list[tuple[int, str, int]]:
+        """For each span the last added token of its prompt with the text from there on, and the end of the span.
+
+        Empty where added tokens and text do not agree, and where an answer begins with the text or ends otherwise.
+        """
+        breaks = [n for n, token in enumerate(ids) if token in self._breaks]
+        marks = [(*found.span(), self._added[found[0]]) for found in self._find.finditer(row.text)]
+        if [ids[n] for n in breaks] != [token for _, _, token in marks]:
+            return []
+        ends = [end for _, end, _ in marks]
+        made = []
+        for start, end in row.spans:
+            before, last = bisect_right(ends, start) - 1, bisect_left(ends, end)
+            if before < 0 or last == len(ends) or ends[last] != end:
+                return []
+            made.append((breaks[before], row.text[marks[before][0] : start], breaks[last] + 1))
+        return made
 
     def _encoded(self, texts: list[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
+        if not texts:
+            return []
         encoded: Any = self._tokenizer(
             texts, add_special_tokens=False, return_offsets_mapping=True, return_attention_mask=False, verbose=False
         )
@@ -218,7 +303,8 @@ class BoundaryTokenizer:
         for span, good in zip(row.spans[:-1], agree[:-1], strict=True):
             if not good and self._split:
                 alone = _with(replace(row, text=row.text[: span[1]], images=None), [span])
-                made.append(self._apart(TokenizedText(alone, *self._encoded([alone.text])[0])))
+                ids, offsets = self._encoded([alone.text])[0]
+                made.append(self._apart(TokenizedText(alone, ids, None, offsets)))
         return made
 
     def _apart(self, one: TokenizedText) -> TokenizedText:
@@ -233,7 +319,7 @@ class BoundaryTokenizer:
             places = [(start + a - len(lead), start + b - len(lead)) for a, b in places[skip:]]
             joined = [*ids, *answer[skip:]]
             if self._spelled(joined) == wanted:
-                return TokenizedText(one.rendered, joined, [*offsets, *places])
+                return TokenizedText(one.rendered, joined, None, [*offsets, *places])
         return replace(one, apart=False)
 
     def _spelled(self, ids: list[int]) -> str:
@@ -253,6 +339,65 @@ def split_between(one: TokenizedText, other: TokenizedText, places: Iterable[int
 def answered_from(place: int, one: TokenizedText) -> TokenizedText:
     """The text with everything from a character on as what the model is to learn."""
     return replace(one, rendered=replace(one.rendered, spans=((place, len(one.rendered.text)),)))
+
+
+def spells(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """True if tokens, one after the other, spell a text character by character, each in its own place.
+
+    So ids that spell the beginning of a text are those of the tokens that stand for it, and no token reaches beyond.
+    It holds for pairs of bytes or of characters with a token for every byte; not where characters are left out, or
+    become one unknown token.
+    """
+    from tokenizers import pre_tokenizers
+
+    backend: Any = tokenizer.backend_tokenizer
+    model, added = backend.model, backend.get_added_tokens_decoder().values()
+    if type(model).__name__ != "BPE" or model.dropout or any(token.single_word for token in added):
+        return False
+    late = [token.content for token in added if token.normalized]
+    early = [token.content for token in added if not token.normalized]
+    splits, changes = _parts(backend.pre_tokenizer), _parts(backend.normalizer)
+    if (late and changes) or any(_meet(one, other) for one in early for other in late):
+        return False  # some added tokens are looked for after others, or in another text
+    known = {"ByteLevel", "Split", "Digits", "Metaspace"}
+    if any(part["type"] not in known or part.get("behavior") == "Removed" for part in splits):
+        return False
+    if any(part["type"] == "ByteLevel" for part in splits):
+        alphabet: Iterable[str] = pre_tokenizers.ByteLevel.alphabet()
+    elif model.byte_fallback:
+        alphabet = [f"<0x{byte:02X}>" for byte in range(256)]
+    else:
+        return False
+    if any(backend.token_to_id(token) is None for token in alphabet):
+        return False
+    return all(part["type"] in ("NFC", "Prepend") or _of_one(part) for part in changes)
+
+
+def _meet(one: str, other: str) -> bool:
+    """True if there is a text in which two tokens share a character."""
+    ends = any(a.endswith(b[:n]) for a, b in ((one, other), (other, one)) for n in range(1, len(b) + 1))
+    return ends or one in other or other in one
+
+
+def _of_one(part: JsonObject) -> bool:
+    """True if a part of a normalizer writes one character as others, wherever it stands."""
+    return part["type"] == "Replace" and len(part["pattern"].get("String", "")) == 1 and bool(part["content"])
+
+
+def _parts(part: Any) -> list[JsonObject]:
+    """The parts of a normalizer or a pre-tokenizer, as tokenizer.json describes them."""
+    if part is None:
+        return []
+    told: JsonObject = json.loads(part.__getstate__())
+    waiting, found = [told], []
+    while waiting:
+        one = waiting.pop()
+        inner = one.get("normalizers") or one.get("pretokenizers")
+        if inner is None:
+            found.append(one)
+        else:
+            waiting += inner
+    return found
 
 
 def _first_token(offsets: Sequence[tuple[int, int]], place: int) -> int:

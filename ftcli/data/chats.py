@@ -73,6 +73,9 @@ class Chats:
         from what is before it, FT428 when a range cannot be found in the text.
         """
         chat = self._renderer.prepared(messages, row)
+        plain = None if tools or partly else self._plain(chat, trained)
+        if plain is not None:
+            return [plain], 0
         whole = self._renderer.render(chat, row, tools=tools)
         self._renderer.require(chat, row, tools, whole, checked=frozenset(trained))
 
@@ -87,6 +90,28 @@ class Chats:
             if long is not None:
                 return [replace(long, images=_images_in(chat))], 0
         return self._shared(chat, [look(chat, index, index) for index in trained], longest)
+
+    def _plain(self, chat: Sequence[Message], trained: Sequence[int]) -> Rendered | None:
+        """The one row of a conversation of plain text that the template writes message by message; else None.
+
+        It is what each turn looked at by itself comes to: the turn's beginning and end are places of the one text.
+        """
+        told = self._renderer.told(chat, trained)
+        if told is None:
+            return None
+        whole = told.text
+        spans = []
+        for turn in trained:
+            start = told.places[turn] + len(told.prompt)
+            answer = self._stops.ended(whole[start : told.places[turn + 1]] + told.end)
+            if not (
+                whole.startswith(told.prompt, told.places[turn])
+                and self._stops.ends(answer)
+                and whole.startswith(answer, start)
+            ):
+                return None
+            spans.append((start, start + len(answer)))
+        return Rendered(whole, tuple(spans), answers=True, images=0)
 
     def _shared(
         self, chat: Sequence[Message], turns: list[AnswerTurn], whole: str | None

@@ -16,7 +16,7 @@ from ftcli.data.template import Renderer, renderer_of, training_form
 from ftcli.data.tokens import EncodedArrays, RowImage, TokenizedRow, encoded_of
 from ftcli.data.vision import Vision
 from ftcli.errors import Finding, FtcliError
-from ftcli.labels import IGNORE_INDEX, end_at_stop, labels_of, without_loss
+from ftcli.labels import IGNORE_INDEX, end_at_stop, without_loss
 from ftcli.rows.layouts import misfit_finding, understand
 from ftcli.rows.layouts.prompted import shared_beginnings
 from ftcli.rows.row import Example, Message, Misfit, Row, data_error, surrogate
@@ -303,7 +303,8 @@ class Encoder:
         partly = {turn: ranges for turn, ranges in example.untrained.items() if ranges is not None and turn in chosen}
         chats = Chats(renderer, self._ends, self._history)
         rendered, left = chats.rows(chat, example.row, example.tools, trained, partly)
-        counts.update(turns_untrained=left, turns_split=max(0, len(rendered) - 1))
+        counts["turns_untrained"] += left
+        counts["turns_split"] += max(0, len(rendered) - 1)
         return rendered
 
     def _trained(self, example: Example, chat: Sequence[Message], counts: Counter[str]) -> list[int]:
@@ -344,16 +345,16 @@ class Encoder:
                 read.findings.append(problem)
                 continue
             read.tokens.extend(tokens for tokens, _ in found)
-            read.counts["image_tokens"] += sum(tokens.image_tokens for tokens, _ in found)
             rendered = [one for forms in row.rendered for one in forms]
-            left = sum(len(one.spans) for one in rendered) - sum(len(one.rendered.spans) for one in rows)
-            read.counts.update(row.counts)
-            read.counts.update(
-                turns_split=len(rows) - len(rendered),
-                pairs_split=len(row.examples) - self.unit,
-                turns_untrained=left,
-                answers_joined=sum(not one.apart for one in rows),
-            )
+            counts = read.counts
+            for name, count in row.counts.items():
+                counts[name] += count
+            counts["image_tokens"] += sum(tokens.image_tokens for tokens, _ in found)
+            counts["turns_split"] += len(rows) - len(rendered)
+            counts["pairs_split"] += len(row.examples) - self.unit
+            counts["turns_untrained"] += sum([len(one.spans) for one in rendered])
+            counts["turns_untrained"] -= sum([len(one.rendered.spans) for one in rows])
+            counts["answers_joined"] += sum([not one.apart for one in rows])
 
     def _alike(self, found: Sequence[tuple[TokenizedRow, Finding | None]]) -> Finding | None:
         """FT412 for a unit whose rows came to the same tokens, as where the template trims what told them apart."""
@@ -369,8 +370,10 @@ class Encoder:
         """A rendered row's tokens, and what is wrong with its mask or its images. A row of an earlier answer has those
         that come before it.
         """
-        labels = labels_of(one.ids, one.offsets, one.rendered.spans)
-        problem = self._untrained(example, labels) or self._check(example, labels)
+        labels = one.labels()
+        problem = self._untrained(example, labels)
+        if problem is None and not one.ends_at(self._stops):
+            problem = self._check(example, labels)
         without_loss(labels, one.offsets, one.rendered.holes)
         made = TokenizedRow(Row(example.row.source, example.row.number, {}), one.ids, labels, example.value)
         if isinstance(self.vision, str) or problem is not None:

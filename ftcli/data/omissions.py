@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any, Literal, TypeAlias
@@ -91,6 +91,7 @@ class Presence:
     def __init__(self, apply: Apply) -> None:
         self._apply = apply
         self._shapes: dict[object, frozenset[MessagePart]] = {}
+        self._open: dict[object, bool] = {}
         self._known: dict[tuple[int, int], _Shown] = {}  # by the turn and the identity of the message
 
     def lost(
@@ -121,6 +122,24 @@ class Presence:
             and ((hidden and _key(part) in hidden) or not _stands_in(part, value, text, squeezed))
             and not self._matters(messages, tools, generation_prompt, text, part)
         )
+
+    def shown(self, messages: Sequence[Message], counts: Collection[int]) -> bool:
+        """True if no probe is hidden in the beginnings of ``counts`` messages of conversations of this shape."""
+        key = (tuple([(message["role"], *message, not message["content"].strip()) for message in messages]), *counts)
+        if key not in self._open:
+            if len(self._open) >= _MOST_SHAPES:
+                self._open.clear()
+            known = [self._parts_of(turn, message) for turn, message in enumerate(messages)]
+            self._open[key] = not any(
+                self._hidden(
+                    messages[:count],
+                    None,
+                    (tuple([one.shape for one in known[:count]]), 0, False),
+                    [part for one in known[:count] for part in one.parts],
+                )
+                for count in counts
+            )
+        return self._open[key]
 
     def _parts_of(self, turn: int, message: Message) -> _Shown:
         found = self._known.get((turn, id(message)))

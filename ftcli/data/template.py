@@ -20,6 +20,7 @@ from ftcli.assets import template_path
 from ftcli.config.data import DataConfig
 from ftcli.data.answers import Rendered
 from ftcli.data.omissions import PROBE, MessagePart, Presence, Tools, reasoning_of, split_reasoning
+from ftcli.data.traced import Beginnings, Traced
 from ftcli.errors import ExitCode, FtcliError, Origin, first_line
 from ftcli.facts.tokenizer import no_template_finding
 from ftcli.rows.layouts.messages import REASONING_KEYS
@@ -75,6 +76,8 @@ class Renderer:
         self._ahead: dict[tuple[int, ...], str] = {}
         self._prepared: dict[int, tuple[Message, Message]] = {}
         self._switched: dict[str, Renderer] = {}
+        self._traced: Traced | None = None
+        self._told: dict[tuple[int, ...], Beginnings] = {}
         #: What becomes of a rendered text before it is tokenized, where images have more to say there.
         self.written: Callable[[str], str] = str
 
@@ -98,6 +101,7 @@ class Renderer:
         """Renders with the text of another template from now on: the training form of its own."""
         self._template = template
         self._switched.clear()
+        self._traced = None
 
     def switched(self, switches: Switches, row: Row) -> Renderer:
         """This renderer with a row's own values for the template's switches.
@@ -178,21 +182,52 @@ class Renderer:
             chats: Conversations, each with the assistant's turns of which the prompts are asked for.
         """
         wanted: dict[bool, list[list[Message]]] = {True: [], False: []}
+        asked: list[tuple[list[Message], list[tuple[int, bool]]]] = []
         for messages, turns in chats:
-            if any(message.get("tool_calls") for message in messages):
+            if all(map(_is_plain, messages)):
+                chat = list(messages)
+            elif any(message.get("tool_calls") for message in messages):
                 continue
-            held = [(m, _thinking(m, keep=self._reasoning == "keep") if _thoughtful(m) else m) for m in messages]
-            self._prepared.update({id(message): (message, made) for message, made in held if made is not message})
-            chat = [made for _, made in held]
-            wanted[True] += [chat[:turn] for turn in turns]
-            wanted[False] += [chat, *(chat[: turn + 1] for turn in turns if turn + 1 < len(chat))]
+            else:
+                held = [(m, _thinking(m, keep=self._reasoning == "keep") if _thoughtful(m) else m) for m in messages]
+                self._prepared.update({id(message): (message, made) for message, made in held if made is not message})
+                chat = [made for _, made in held]
+            asked.append(
+                (chat, [(turn, True) for turn in turns] + [(turn + 1, False) for turn in (*turns, len(chat) - 1)])
+            )
         try:
+            traced = self._beginnings([chat for chat, _ in asked])
+            for (chat, counts), found in zip(asked, traced, strict=True):
+                if found is not None:
+                    self._told[_identity(chat, False)] = found
+                else:
+                    for count, generation_prompt in dict.fromkeys(counts):
+                        wanted[generation_prompt].append(chat[:count])
             for generation_prompt, some in wanted.items():
                 self._write_ahead(some, generation_prompt)
             yield
         finally:
             self._ahead.clear()
+            self._told.clear()
             self._prepared.clear()
+
+    def _beginnings(self, chats: list[list[Message]]) -> list[Beginnings | None]:
+        """Of each conversation, where one rendering of it tells what all its beginnings are."""
+        source, size = self.source, sum(map(_size, chats))
+        self._shown([])  # asks the template for its form of contents
+        if not chats or source is None or self._of_parts or self.written is not str or size > _MOST_AHEAD:
+            return [None] * len(chats)
+        if self._traced is None:
+            self._traced = Traced(self._tokenizer, source, self._switches)
+        traced = self._traced
+
+        def render(messages: Sequence[Message], generation_prompt: bool) -> str:
+            return self._written(list(messages), None, generation_prompt)[0]
+
+        try:
+            return self._allowance.run(size, lambda: [traced.beginnings(c, render) for c in chats], len(chats))
+        except REFUSALS:
+            return [None] * len(chats)
 
     def _write_ahead(self, chats: list[list[Message]], generation_prompt: bool) -> None:
         size = sum(map(_size, chats))
@@ -208,6 +243,22 @@ class Renderer:
                 self._write_ahead(chats[half:], generation_prompt)
         else:
             self._ahead.update({_identity(c, generation_prompt): t for c, t in zip(chats, texts, strict=True)})
+
+    def told(self, messages: Sequence[Message], turns: Sequence[int]) -> Beginnings | None:
+        """What one rendering tells of a conversation, if it is known and shows all that is said in it, in its place.
+
+        Args:
+            turns: Those of which the beginnings that end with them show all that they say.
+        """
+        found = self._told.get(_identity(messages, False)) if self._told else None
+        if found is None or not all(map(_is_plain, messages)):
+            return None
+        ends = zip(found.places, found.places[1:], strict=False)
+        texts = [(str(message["content"]), place) for message, place in zip(messages, ends, strict=True)]
+        if not all(found.text.find(text, *place) >= 0 or not text.strip() for text, place in texts):
+            return None
+        counts = {len(messages), *(turn + 1 for turn in turns)}
+        return found if self._presence.shown(messages, counts) else None
 
     def lost(self, messages: Sequence[Message], tools: Tools | None, text: str, turn: int) -> list[MessagePart]:
         """Parts of one turn that are missing in ``text``, a conversation rendered without a generation prompt."""
@@ -373,8 +424,13 @@ def _size(messages: Sequence[Message]) -> int:
     return sum(len(str(message.get("content") or "")) for message in messages)
 
 
+def _is_plain(message: Message) -> bool:
+    """True for a message of text alone."""
+    return len(message) == 2 and "</think>" not in str(message.get("content", "</think>"))
+
+
 def _thoughtful(message: Message) -> bool:
-    return message["role"] == "assistant" and bool(reasoning_of(message).strip())
+    return message["role"] == "assistant" and not _is_plain(message) and bool(reasoning_of(message).strip())
 
 
 def _thinking(message: Message, *, keep: bool) -> Message:

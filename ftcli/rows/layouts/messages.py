@@ -133,7 +133,15 @@ def list_of(value: Any) -> list[Any]:
     return value
 
 
+def _is_text(turn: JsonObject) -> bool:
+    """True for a turn of a role and a text, of which nothing else can be said."""
+    role, content = turn.get("role"), turn.get("content")
+    return len(turn) == 2 and isinstance(role, str) and isinstance(content, str) and IMAGE not in content
+
+
 def _message(item: Any, number: int) -> Message:
+    if isinstance(item, dict) and _is_text(item):
+        return {"role": item["role"], "content": item["content"]}
     if not isinstance(item, dict) or not isinstance(item.get("role"), str):
         raise Misfit(f"message {number} has no 'role'")
     refuse_unsupported(item, number)
@@ -271,6 +279,8 @@ def marks_of(turns: Sequence[Any], roles: Sequence[str], first: int = 0) -> dict
     """
     found: dict[int, Ranges | None] = {}
     for place, (turn, role) in enumerate(zip(turns, roles, strict=True)):
+        if _is_text(turn):
+            continue
         number = first + place + 1
         name = f"message {number}"
         whole, parts = _wanted(turn, name), _parts(turn, name)

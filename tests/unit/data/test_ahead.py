@@ -55,8 +55,11 @@ def test_rows_that_are_rendered_together_are_what_each_is(
     assert together.findings
 
 
-def test_the_template_is_called_twice_for_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    official = Official("qwen2_5")
+@pytest.mark.parametrize(("name", "made", "most"), [("qwen3", 32, 2), ("qwen2_5", 16, 0)])
+def test_the_template_is_called_twice_for_many_rows_or_each_is_traced(
+    name: str, made: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    official = Official(name)
     encoder = Encoder(official.tokenizer, official.stops, DataConfig(train=["x"]), "messages")
     rows = [Row("f", number, {"messages": CHATS[0]}) for number in range(16)]
     encoder.rows(rows)  # the shape of the conversation is known from here on
@@ -67,8 +70,8 @@ def test_the_template_is_called_twice_for_many_rows(monkeypatch: pytest.MonkeyPa
         return apply(*given, **named)
 
     monkeypatch.setattr(official.tokenizer, "apply_chat_template", counted)
-    assert len(encoder.rows(rows).tokens) == 16
-    assert len(calls) == 2
+    assert len(encoder.rows(rows).tokens) == made
+    assert len(calls) == most
 
 
 def test_a_template_that_several_conversations_stopped_is_run_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
