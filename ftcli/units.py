@@ -37,6 +37,21 @@ def number(value: float) -> str:
     return f"{value:.4g}"
 
 
+def percent(value: float) -> str:
+    """A share as ``12.3%``."""
+    return f"{100 * value:.1f}%"
+
+
+def is_share(*values: float) -> bool:
+    """Whether scores of a task can be shares, which a function of the user's need not return."""
+    return all(0 <= value <= 1 for value in values)
+
+
+def score(value: float) -> str:
+    """The score of a task: a share as ``12.3%``, and everything else as the number that it is."""
+    return percent(value) if is_share(value) else number(value)
+
+
 def duration(seconds: float) -> str:
     """A time in two units at most, without spaces: `32s`, `3m05s`, `12h34m`, `3d04h`."""
     whole = max(0, round(seconds))

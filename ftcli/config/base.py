@@ -55,8 +55,9 @@ class Word:
         return tuple(self._names())
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        # Not a function, of which pydantic would call every exception an error of its own, Ctrl-C included.
         return core_schema.no_info_plain_validator_function(
-            self._checked, serialization=core_schema.plain_serializer_function_ser_schema(str)
+            self._checked, serialization=core_schema.simple_ser_schema("str")
         )
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:

@@ -326,6 +326,21 @@ class BoundaryTokenizer:
         return str(self._tokenizer.decode(ids, clean_up_tokenization_spaces=False))
 
 
+def split_between(one: TokenizedText, other: TokenizedText, places: Iterable[int]) -> int | None:
+    """The first of these characters before which the tokens of two texts are the same, and none goes beyond it."""
+    for place in places:
+        first = _first_token(one.offsets, place)
+        alike = one.ids[:first] == other.ids[:first] and first == _first_token(other.offsets, place)
+        if first and alike and max(each.offsets[first - 1][1] for each in (one, other)) <= place:
+            return place
+    return None
+
+
+def answered_from(place: int, one: TokenizedText) -> TokenizedText:
+    """The text with everything from a character on as what the model is to learn."""
+    return replace(one, rendered=replace(one.rendered, spans=((place, len(one.rendered.text)),)))
+
+
 def spells(tokenizer: PreTrainedTokenizerBase) -> bool:
     """True if tokens, one after the other, spell a text character by character, each in its own place.
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ftcli.data.vision import Vision
 
 #: Part of every key: raised whenever the same input gives other tokens or other files.
-FORMAT = 6
+FORMAT = 7
 
 
 def contents_of(source: DatasetConfig, *, offline: bool) -> list[tuple[str, str]] | None:
@@ -95,19 +95,23 @@ class TokenCache:
         self._scratch: Path | None = None
         self._folder = folder / "tokens" if folder is not None else None
 
-    def find(self, key: str | None) -> TokenStore | None:
-        """The entry, or None when it is absent or damaged: every byte of it is compared."""
+    def find(self, key: str | None, *, sees: bool = False) -> TokenStore | None:
+        """The entry, or None when it is absent or damaged: every byte of it is compared. Where rows may name images in
+        files of their own (``sees``), None also when one was changed, or when one may be why a row was skipped.
+        """
         if self._folder is None or key is None:
             return None
         path = self._folder / key
         if not path.is_dir():
             return None
         try:
-            return TokenStore(path)
+            found = TokenStore(path)
+            if not sees or (found.shows_the_same() and not found.facts["ledger"]["bad_rows"]):
+                return found
         except (OSError, ValueError) as error:
             self._warn(f"the tokenized data in {path} is damaged and will be made again ({error})")
-            shutil.rmtree(path, ignore_errors=True)
-            return None
+        shutil.rmtree(path, ignore_errors=True)
+        return None
 
     def make(self, key: str | None, fill: Callable[[TokenWriter], JsonObject]) -> TokenStore:
         """Writes an entry with ``fill``, which returns its facts, and opens it. Without a key it is not kept."""

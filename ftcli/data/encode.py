@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from ftcli.config.data import DataConfig
-from ftcli.data.answers import BoundaryTokenizer, Rendered, TokenizedText
+from ftcli.data.answers import BoundaryTokenizer, Rendered, TokenizedText, answered_from, split_between
 from ftcli.data.chats import Chats, stops_of
 from ftcli.data.omissions import reasoning_of
 from ftcli.data.template import Renderer, renderer_of, training_form
@@ -18,6 +18,7 @@ from ftcli.data.vision import Vision
 from ftcli.errors import Finding, FtcliError
 from ftcli.labels import IGNORE_INDEX, end_at_stop, without_loss
 from ftcli.rows.layouts import misfit_finding, understand
+from ftcli.rows.layouts.prompted import shared_beginnings
 from ftcli.rows.row import Example, Message, Misfit, Row, data_error, surrogate
 from ftcli.tables import layouts
 
@@ -51,8 +52,8 @@ def training_renderer(tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> R
 class EncodedRows:
     """A few encoded rows. ``lengths`` are of all rows that could be tokenized, before any cut.
 
-    ``findings`` are rows that are broken; ``overlong`` those that are refused under ``overlong: error``. ``totals``
-    and ``counts`` are those of :class:`ftcli.data.ledger.DatasetLedger`.
+    ``findings`` are rows that are broken; ``overlong`` those that are refused under ``overlong: error``. ``totals``,
+    ``counts`` and ``implicit`` are those of :class:`ftcli.data.ledger.DatasetLedger`.
     """
 
     encoded: EncodedArrays
@@ -61,19 +62,22 @@ class EncodedRows:
     overlong: tuple[Finding, ...] = ()
     totals: Mapping[str, int] = field(default_factory=dict)
     counts: Mapping[str, int] = field(default_factory=dict)
+    implicit: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TokenizedRows:
     """Rows at full length, in order (several of one conversation where its turns need them), and what is wrong.
 
-    ``overlong`` are conversations of which it is clear without looking at their turns.
+    ``overlong`` are conversations of which it is clear without looking at their turns. ``implicit`` says where the
+    first prompt ends that no column holds.
     """
 
     tokens: list[TokenizedRow]
     findings: list[Finding]
     counts: Counter[str]
     overlong: list[Finding] = field(default_factory=list)
+    implicit: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +164,7 @@ class Encoder:
                 "cut_tokens": sum(cut),
             },
             counts=read.counts,
+            implicit=read.implicit,
         )
 
     def rows(self, rows: Sequence[Row]) -> TokenizedRows:
@@ -277,7 +282,8 @@ class Encoder:
             if example.prompt_text is None:
                 message = "loss_on: completion needs a prompt and a completion"
                 raise data_error("FT434", message, example.row.origin, help="use loss_on: auto")
-            return [self.renderer.completion(example)]
+            # The tokens of a prompt that nobody wrote alone are those that it has in its rows.
+            return [replace(self.renderer.completion(example), answers=not example.implicit)]
         return [self.renderer.plain(example)]
 
     def _render_chat(self, example: Example, chat: Sequence[Message], counts: Counter[str]) -> list[Rendered]:
@@ -318,6 +324,14 @@ class Encoder:
         tokenized = iter(self._boundary.tokenized(flat))
         for row in made:
             parts = [[one for _ in forms for one in next(tokenized)] for forms in row.rendered]
+            if row.examples[0].implicit:
+                try:
+                    parts, told = _with_implicit_prompt(row.examples, parts)
+                except Misfit as misfit:
+                    read.findings.append(misfit_finding(row.examples[0].row, misfit, self.layout))
+                    continue
+                row.counts["prompts_implicit"] += 1
+                read.implicit = read.implicit or told
             rows = [one for part in parts for one in part]
             found = [
                 masked
@@ -445,3 +459,27 @@ class Encoder:
         if self._overlong == "drop" or all(label == IGNORE_INDEX for label in cut.labels):
             return FittedRow(None, length)
         return FittedRow(cut, length)
+
+
+#: Characters of a prompt and of answers that are shown.
+_SHOWN = 24
+
+
+def _with_implicit_prompt(
+    examples: Sequence[Example], parts: Sequence[Sequence[TokenizedText]]
+) -> tuple[list[list[TokenizedText]], str]:
+    """A pair of texts with the tokens that both begin with as the prompt, up to a whole word, and how that looks.
+
+    No token goes from the prompt into an answer: prompt and answer have the tokens of the whole text. Raises Misfit
+    where no word ends between two tokens.
+    """
+    texts = [str(example.text) for example in examples]
+    (one,), (other,) = parts
+    head = one.rendered.spans[0][0] - len(examples[0].prompt_text or "")
+    place = split_between(one, other, (head + end for end in shared_beginnings(texts[0], texts[1]) if end))
+    if place is None:
+        raise Misfit("chosen and rejected have no tokens in common that could be their prompt: write it as `prompt`")
+    asked = texts[0][: place - head]
+    ends = [asked[-_SHOWN:], *(text[len(asked) : len(asked) + _SHOWN] for text in texts)]
+    told = "{!r}, before {!r} and {!r}".format(*ends)
+    return [[answered_from(place, one)] for (one,) in parts], f"{examples[0].row.origin}: {told}"

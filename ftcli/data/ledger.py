@@ -20,10 +20,13 @@ class DatasetLedger:
     kept (supervised and masked); ``cut_tokens`` were removed by truncation, ``dropped_tokens`` belonged to rows that
     were dropped. Length quantiles are over all rows that could be tokenized, before any cut.
 
+    ``implicit`` is where the first prompt ends that no column holds, and what follows it.
+
     ``columns_unread`` are the columns in which some row has a value, and that its layout does not read.
 
     ``counts``, each absent where it is 0: ``chats`` and ``plain_prompts`` are rows written by the chat template and
-    prompts with a completion that are not; ``turns_split`` are answers with a row of their own, beyond ``rows``;
+    prompts with a completion that are not, of which ``prompts_implicit`` stand in no column; ``turns_split`` are
+    answers with a row of their own, beyond ``rows``;
     ``pairs_split`` the second answers of pairs whose answers are rows of their own; ``rows_split`` pieces of long rows
     beyond the first;
     ``turns_untrained`` (under ``history: last``), ``turns_opening`` and ``turns_marked`` are answers without loss;
@@ -47,6 +50,7 @@ class DatasetLedger:
     bad_codes: dict[str, int] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
     columns_unread: list[str] = field(default_factory=list)
+    implicit: str = ""
 
     @property
     def made_rows(self) -> int:
@@ -86,8 +90,17 @@ def skipped_finding(name: str, rows: int, codes: Mapping[str, int], examples: Se
 
 
 def chat_findings(ledger: DatasetLedger, history: str) -> list[Finding]:
-    """Notes about answers and images that are trained differently than the rows have them: FT444, FT445."""
+    """Notes about prompts, answers and images that are trained differently than the rows have them: FT444, FT445,
+    FT460.
+    """
     counts, found = Counter(ledger.counts), []
+    if ledger.implicit:
+        message = (
+            f"{ledger.name}: {counts['prompts_implicit']:,} rows have no `prompt`: it is what both answers begin with, "
+            f"up to a whole word. The first one ends so: {ledger.implicit}"
+        )
+        help = "write the prompt into a column `prompt` where it ends elsewhere"
+        found.append(Finding("FT460", message, None, help, "note"))
     if counts["turns_split"] or counts["turns_untrained"]:
         form = ", even in its training form" if history == "template" else ""
         fate = "have rows of their own, as generation will see them" if counts["turns_split"] else "bear no loss"

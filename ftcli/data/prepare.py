@@ -155,6 +155,7 @@ class _Counts:
     totals: Counter[str] = field(default_factory=Counter)
     counts: Counter[str] = field(default_factory=Counter)
     unread: list[str] = field(default_factory=list)
+    implicit: str = ""
 
     def fault(self, finding: Finding) -> None:
         """A row that is broken."""
@@ -168,6 +169,7 @@ class _Counts:
         for finding in batch.overlong:
             _kept(self.overlong, self.overlong_codes, finding)
         self.counts.update(batch.counts)
+        self.implicit = self.implicit or batch.implicit
         spans, ids = batch.encoded.spans, batch.encoded.ids
         self.totals.update(
             kept_rows=len(batch.encoded.index),
@@ -188,6 +190,7 @@ class _Counts:
             bad_rows=self.bad_codes.total(),
             bad_codes=dict(self.bad_codes),
             columns_unread=self.unread,
+            implicit=self.implicit,
             counts={name: count for name, count in sorted(self.counts.items()) if count},
             **{total: self.totals[total] for total in names},
         )
@@ -238,7 +241,7 @@ class SourceReader:
     def store(self, source: DatasetConfig, cache: TokenCache) -> tuple[TokenStore, bool]:
         """The source's tokens, and whether they came from the cache."""
         key = self._key(source)
-        found = cache.find(key)
+        found = cache.find(key, sees=not isinstance(self._vision, str))
         if found is not None:
             return found, True
         return cache.make(key, lambda writer: self._tokenize(source, writer)), False

@@ -145,6 +145,7 @@ class TokenWriter:
         self._names: dict[str, int] = {}
         self._ends = np.zeros(2, dtype=np.int64)
         self._rows = self._images_end = 0
+        self._shown = hashlib.sha256()
 
     def append(self, encoded: EncodedArrays) -> None:
         """Adds rows after those that are there."""
@@ -167,6 +168,8 @@ class TokenWriter:
     def _add_images(self, encoded: EncodedArrays) -> None:
         for n, image in encoded.images:
             held = image.content if image.path is None else image.path.encode()
+            if image.path is not None:
+                self._shown.update(_state_of(image.path))
             begin = self._images_end
             self._images_end += self._files["images"].write(held or b"")
             place = (begin, self._images_end, int(image.path is not None))
@@ -177,7 +180,8 @@ class TokenWriter:
         """Closes the files and writes what is known about them, ``facts`` and a checksum of everything included."""
         self.close()
         sizes = {name: (self._folder / f"{name}.bin").stat().st_size for name in _FILES}
-        meta = {"rows": self._rows, "names": list(self._names), "sizes": sizes, "facts": facts}
+        shown = self._shown.hexdigest()
+        meta = {"rows": self._rows, "names": list(self._names), "sizes": sizes, "facts": facts, "shown": shown}
         content = _digest(self._folder, _arrays(self._folder))
         whole = {**meta, _CHECKSUM: _checksum(meta, content)}
         (self._folder / _META).write_text(json.dumps(whole), encoding="utf-8")
@@ -217,6 +221,7 @@ class TokenStore:
             raise ValueError("its content is not what was written")
         self.facts: JsonObject = meta["facts"]
         self._names: list[str] = meta["names"]
+        self._shown = meta.get("shown")
 
     def __len__(self) -> int:
         return len(self._index)
@@ -225,6 +230,14 @@ class TokenStore:
     def has_images(self) -> bool:
         """True if some row has an image."""
         return bool(self._pictures.size)
+
+    def shows_the_same(self) -> bool:
+        """True if the files of the images have the size and the time of change that they had."""
+        shown = hashlib.sha256()
+        for *_, begin, end, is_path in self._pictures.tolist():
+            if is_path:
+                shown.update(_state_of(self._images[begin:end].tobytes().decode()))
+        return not self.has_images or shown.hexdigest() == self._shown
 
     @property
     def lengths(self) -> Ints:
@@ -262,6 +275,15 @@ class TokenStore:
         held = self._images[begin:end].tobytes()
         path, content = (held.decode(), None) if is_path else (None, held)
         return RowImage(path, content, width, height, (rows, columns), size)
+
+
+def _state_of(path: str) -> bytes:
+    """What a file is told by without reading it."""
+    try:
+        found = Path(path).stat()
+    except (OSError, ValueError):
+        return f"{path}\0gone\0".encode()
+    return f"{path}\0{found.st_size} {found.st_mtime_ns}\0".encode()
 
 
 _Arrays = tuple[NDArray[np.int32], NDArray[np.int32], Ints, NDArray[np.float64], Ints, NDArray[np.uint8]]

@@ -52,6 +52,7 @@ from ftcli.run.directory import RunDirectory
 from ftcli.run.integrity import hold_result, result_files
 from ftcli.run.report.card import write_card
 from ftcli.tables import code_of, exports
+from ftcli.tables.gguf import architecture_of
 
 #: The code of a format's row in :mod:`ftcli.tables.exports`: writes a source into an empty folder, loads it again and
 #: compares; the last argument is told what takes time. Raises FtcliError FT741 where what was written is not what it
@@ -154,7 +155,8 @@ def _require_served(source: ExportSource, names: Sequence[str]) -> None:
         stops = source_stops(source, tokenizer)
         text = source_config(source).get_text_config()
         for reference in served:
-            code_of(reference)(tokenizer, stops, text.vocab_size)
+            if architecture_of(text.model_type) is not None:  # else the tokenizer is the converter's business
+                code_of(reference)(tokenizer, stops, text.vocab_size)
 
 
 def _llama_cpp(made: Sequence[str], verify: bool, reporter: Reporter) -> bool:

@@ -286,12 +286,16 @@ def _require_finite(text: JsonMap, found: ConfigSource, origin: Origin | None) -
 
 
 def _require_counts(text: JsonMap, found: ConfigSource, origin: Origin | None) -> None:
-    """Raises FtcliError FT305 for no positions, for whole numbers beyond every float, and for more layers for further
-    tokens than can be, of which transformers' configs make lists.
+    """Raises FtcliError FT305 for no positions, for windows that are no whole numbers, for whole numbers beyond every
+    float, and for more layers for further tokens than can be, of which transformers' configs make lists.
     """
     positions = text.get("n_positions")  # of families that learn them: a row for each
     if isinstance(positions, int) and positions < 1:
         raise _damaged(found, f"n_positions is {positions}, not a positive whole number", origin)
+    for key in ("sliding_window", "attention_chunk_size"):  # transformers' caches cut keys by them, whatever the family
+        window = text.get(key)
+        if window is not None and (not isinstance(window, int) or isinstance(window, bool)):
+            raise _damaged(found, f"{key} {str(window)[:40]} is not a whole number", origin)
     for key, value in text.items():
         if isinstance(value, int) and abs(value) > sys.float_info.max:
             message = (

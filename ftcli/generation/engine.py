@@ -136,8 +136,10 @@ class Scheduler:
         """Yields tokens as they come; see :meth:`Engine.run`."""
         try:
             while self._waiting or self._started or self._active or self._coming or self._between or self._returning:
-                self._go_on()
+                self._go_on(wait=False)
                 self._enter()
+                if not self._active:  # what is given is waited for where nothing else can be computed
+                    self._go_on(wait=not self._coming)
                 if self._active:
                     self._step()
                 while len(self._coming) > (self._tools.ahead if self._active else 0):
@@ -216,13 +218,11 @@ class Scheduler:
             self._unseen = [row for row in (*self._active, *self._unseen) if row.over and not row.ended]
         self._active = [row for row in self._active if not row.over]
 
-    def _go_on(self) -> None:
+    def _go_on(self, *, wait: bool) -> None:
         """Lets rows begin their next turn. What steps have written behind the last one is written over."""
         tools = self._tools
         if self._turns is not None and self._between:
-            for request, completion, tokens in self._turns.given(
-                wait=not (self._active or self._coming or self._returning)
-            ):
+            for request, completion, tokens in self._turns.given(wait=wait and not self._returning):
                 row = self._between.pop((request, completion))
                 if not tokens:
                     self._free(row)

@@ -53,12 +53,23 @@ class NoRedirect(urllib.request.HTTPRedirectHandler):
         return None
 
 
-class _Passing(Exception):
-    """No answer yet; ``wait`` seconds were asked for, where the server said so."""
+#: What is said of one request, such as one that is too long for the model.
+_OF_REQUESTS = frozenset((400, 413, 422))
 
-    def __init__(self, reason: str, wait: float | None = None) -> None:
+
+class _Passing(Exception):
+    """No answer yet; ``wait`` seconds were asked for, where the server said so.
+
+    Attributes:
+        unusable: It is an error of the address where that has never answered otherwise.
+        again: A further try may help.
+    """
+
+    def __init__(
+        self, reason: str, wait: float | None = None, *, unusable: FtcliError | None = None, again: bool = True
+    ) -> None:
         super().__init__(reason)
-        self.wait = wait
+        self.wait, self.unusable, self.again = wait, unusable, again
 
 
 class LlmJudge:
@@ -83,7 +94,7 @@ class LlmJudge:
             self._headers["Authorization"] = f"Bearer {key}"
         self._cache = None if access.cache is None else _Replies(access.cache / "judges.sqlite")
         self._lock = threading.Lock()
-        self._sent = 0
+        self._sent, self._has_answered = 0, False
         self._counts = dict.fromkeys(("requests", "cached", "retries"), 0)
 
     def __call__(self, batch: CompletionBatch) -> list[Verdict]:
@@ -118,7 +129,10 @@ class LlmJudge:
             try:
                 reply = self._asked(sent)
             except _Passing as error:
-                return FailedJudgement(f"{error}, and so in {self._endpoint.retries} further tries,")
+                if error.unusable is not None and not self._has_answered:
+                    raise error.unusable from error
+                tries = f", and so in {self._endpoint.retries} further tries," if error.again else ","
+                return FailedJudgement(f"{error}{tries}")
             if self._cache is not None:
                 self._cache.put(key, reply)
         else:
@@ -131,7 +145,7 @@ class LlmJudge:
             try:
                 return self._once(sent)
             except _Passing as error:
-                if attempt == self._endpoint.retries:
+                if attempt == self._endpoint.retries or not error.again:
                     raise
                 self._count("retries")
                 time.sleep(min(error.wait or _FIRST_WAIT * 2**attempt, _LONGEST_WAIT))
@@ -142,17 +156,23 @@ class LlmJudge:
         try:
             with self._opener.open(request, timeout=self._endpoint.timeout) as answer:
                 said = json.loads(answer.read(_MOST_BYTES))
-            return str(said["choices"][0]["message"]["content"] or "")
+            reply = str(said["choices"][0]["message"]["content"] or "")
+            self._has_answered = True
+            return reply
         except urllib.error.HTTPError as error:
             with closing(error):
                 text = error.read(2000).decode("utf-8", "replace")
             if error.code in _PASSING:
                 raise _Passing(f"answered {error.code}", _asked_wait(error.headers.get("Retry-After"))) from error
-            raise _unusable(f"{self._url} answered {error.code}: {first_line(ValueError(text))}") from error
+            reason = f"answered {error.code}: {first_line(ValueError(text))}"
+            if error.code in _OF_REQUESTS:
+                raise _Passing(reason, unusable=_unusable(f"{self._url} {reason}"), again=False) from error
+            raise _unusable(f"{self._url} {reason}") from error
         except (OSError, http.client.HTTPException) as error:  # also what urllib makes of a name that is not known
             raise _Passing(f"could not be reached ({first_line(error)})") from error
         except (ValueError, KeyError, IndexError, TypeError) as error:
-            raise _unusable(f"{self._url} did not answer as OpenAI's chat completions do") from error
+            reason = "did not answer as OpenAI's chat completions do"
+            raise _Passing(reason, unusable=_unusable(f"{self._url} {reason}")) from error
 
     def _number(self, reply: str) -> Verdict:
         found = _NUMBER.findall(reply)[-1:] if self._extract is None else self._extract.findall(reply)[:1]

@@ -8,10 +8,11 @@ has ended is made anew: it is reset with the same row and called as it was befor
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from ftcli.errors import ExitCode, FtcliError, Origin
 from ftcli.judges.judge import file_of
@@ -21,6 +22,10 @@ from ftcli.plain import JsonMap, JsonObject
 
 #: Calls that wait at a time.
 _MOST_THREADS = 512
+#: Processes that end before what they were to do is given up: a machine short of memory kills some, and a tool that
+#: ends its own always will.
+_PROCESSES = 4
+_T = TypeVar("_T")
 #: A name, and arguments by name.
 Call = tuple[str, JsonObject]
 
@@ -65,16 +70,20 @@ class EnvironmentInstance:
 
     def facts(self) -> EnvironmentFacts:
         """Raises Broken, CallTimedOut, WorkerGone."""
-        made = self._make()
-        if "reset" not in made["parts"]:
-            raise Broken("has no method reset")
-        described = self._asked("describe", seconds=LOAD_SECONDS)  # imports transformers
-        return EnvironmentFacts(made["environment"], tuple(described["schemas"]), "get_reward" in made["parts"])
+
+        def described() -> tuple[JsonObject, JsonObject]:
+            made = self._make()
+            if "reset" not in made["parts"]:
+                raise Broken("has no method reset")
+            return made, self._asked("describe", seconds=LOAD_SECONDS)  # imports transformers
+
+        made, found = _outliving(described)
+        return EnvironmentFacts(made["environment"], tuple(found["schemas"]), "get_reward" in made["parts"])
 
     def reset(self, row: JsonMap) -> str | None:
         """Begins a rollout; what it says is the end of the last user turn. Raises Broken, CallTimedOut, WorkerGone."""
         self._row, self._called, self.tool_seconds = row, [], 0.0
-        return self._restore()
+        return _outliving(self._restore)
 
     def call(self, calls: Sequence[Call], most: int | None) -> list[ToolResult]:
         """What the tools say, none of which ends the rollout: a failure is told to the model.
@@ -111,6 +120,14 @@ class EnvironmentInstance:
         except (Broken, WorkerGone) as error:
             return FailedJudgement(str(error))
 
+    def state(self) -> JsonObject:
+        """Its public attributes that are JSON values; none where it cannot be brought to where it was."""
+        try:
+            found: JsonObject = self._there_asked("state")["state"]
+        except (CallTimedOut, Broken, WorkerGone):
+            return {}
+        return found
+
     def _make(self) -> JsonObject:
         made = self._asked("make", seconds=LOAD_SECONDS)
         self._made_in = self.worker.kept
@@ -125,25 +142,33 @@ class EnvironmentInstance:
         return None if said is None else _unicode(said)
 
     def _there_asked(self, what: str, *given: Any) -> JsonObject:
-        """Asks the instance as it was left; once more, where its process has ended meanwhile."""
-        try:
-            if self._made_in == self.worker.kept:
-                return self._asked(what, *given)
-        except WorkerGone:
-            pass
-        self._restore()
-        return self._asked(what, *given)
+        """Asks the instance as it was left, in another process where its own has ended meanwhile."""
+
+        def asked() -> JsonObject:
+            if self._made_in != self.worker.kept:
+                self._restore()
+            return self._asked(what, *given)
+
+        return _outliving(asked)
 
     def _asked(self, what: str, *given: Any, seconds: float | None = None) -> JsonObject:
         answer = self.worker.do(what, *given, seconds=seconds or self.seconds)
         if "raised" in answer:
             raise Broken(answer["raised"])
-        if not ({"environment", "schemas", "said", "results", "scores", "shape"} & answer.keys()):
+        if not ({"environment", "schemas", "said", "results", "scores", "shape", "state"} & answer.keys()):
             raise Broken("gave an answer that is not its own")
         return answer
 
     def _failed(self, calls: Sequence[Call], why: str) -> list[ToolResult]:
         return [ToolResult(name, _unicode(str({"error": why})), failed=True) for name, _ in calls]
+
+
+def _outliving(work: Callable[[], _T]) -> _T:
+    """What ``work`` gives, which is done again where its process ends. Raises WorkerGone where that goes on."""
+    for _ in range(_PROCESSES - 1):
+        with suppress(WorkerGone):
+            return work()
+    return work()
 
 
 def _unicode(text: str) -> str:

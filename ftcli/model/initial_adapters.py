@@ -1,4 +1,5 @@
-"""Adapters that begin as a part of the base weights (PiSSA, OLoRA), and the plain LoRA that they are saved as.
+"""Adapters that do not begin at nothing: those that are gone on from, and those that begin as a part of the base
+weights (PiSSA, OLoRA), with the plain LoRA that they are saved as.
 
 Training starts from W = R + s B₀ A₀, with R in the place of the base weight. What is learnt is the difference
 
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 _FILE, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _A, _B = ".lora_A.weight", ".lora_B.weight"
 _MAGNITUDE = ".lora_magnitude_vector.weight"
-_ATTRIBUTE = "_ftcli_initial_adapters"
+_ATTRIBUTE, _START = "_ftcli_initial_adapters", "_ftcli_start"
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,13 +136,27 @@ def load_over(model: PeftModel, initial: InitialAdapters, folder: Path) -> None:
     setattr(model, _ATTRIBUTE, initial.take(model, folder))
 
 
+def remember_start(model: Any) -> None:
+    """Notes all that is trained of a model as it is now: from here on this is the base that it is compared with."""
+    trained = [(parameter, parameter.detach().clone()) for parameter in model.parameters() if parameter.requires_grad]
+    setattr(model, _START, trained)
+
+
+def start_of(model: Any) -> Sequence[tuple[Tensor, Tensor]]:
+    """What is trained of a model, each with what it held at the start that was noted; empty where none was."""
+    found: Sequence[tuple[Tensor, Tensor]] = getattr(model, _START, ())
+    return found
+
+
 def as_base(model: PreTrainedModel | PeftModel) -> AbstractContextManager[None]:
-    """A block in which a model with adapters computes what its base does. Raises ValueError if it has none."""
+    """A block in which a model with adapters computes what its base does, or did at the start that was noted. Raises
+    ValueError if it has none.
+    """
     return AdapterSwitch(model).off()
 
 
 class AdapterSwitch:
-    """Lets a model with adapters compute what its base does.
+    """Lets a model with adapters compute what its base does, or did at the start that was noted.
 
     Layers are found once, and PEFT's `disable_adapter` is not asked: it reads the state of every module and adapter
     first, tens of milliseconds of an 8B, for which each step with a reference would wait. Raises ValueError if the
@@ -162,7 +177,11 @@ class AdapterSwitch:
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """A block without adapters; what was switched off before stays so behind it."""
+        """A block without adapters, or with those of the start; what was switched off before stays so behind it."""
+        if start := start_of(self._model):
+            with _as_started(start):
+                yield
+            return
         initial = initial_of(self._model)
         switched = [layer for layer in (self._whole if initial else self._layers) if not layer.disable_adapters]
         for layer in switched:
@@ -173,6 +192,21 @@ class AdapterSwitch:
         finally:
             for layer in switched:
                 layer.enable_adapters(True)
+
+
+@contextmanager
+def _as_started(start: Sequence[tuple[Tensor, Tensor]]) -> Iterator[None]:
+    """A block in which these parameters hold what they started with."""
+    with torch.no_grad():
+        now = [parameter.detach().clone() for parameter, _ in start]
+        for parameter, value in start:
+            parameter.copy_(value)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for (parameter, _), value in zip(start, now, strict=True):
+                parameter.copy_(value)
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from ftcli.config.model import LoraConfig
 from ftcli.errors import FtcliError, first_line
 from ftcli.facts.adapters import AdapterChoice, Expression, as_text, at_end, before_index, endless
 from ftcli.facts.weights import ADAPTER_CONFIG
-from ftcli.model.initial_adapters import remember_initial, trained_by_file_name
+from ftcli.model.initial_adapters import remember_initial, remember_start, trained_by_file_name
 from ftcli.model.lora_targets import Targets, chosen, require_possible, resolve_saved, resolve_targets, shortest
 from ftcli.model.pretrained import IMPOSSIBLE, first_few
 from ftcli.model.score_head import TASK_TYPE, has_score_head
@@ -243,6 +243,7 @@ def take_adapter(model: peft.PeftModel, folder: Path) -> None:
         tensor.copy_(stored[name])
 
 
+<<<<<<< HEAD
 def _other_scales(model: peft.PeftModel, folder: Path) -> list[str]:
     """Modules to which the adapter in ``folder`` gives another alpha (``alpha_pattern``) than the model has: its
     tensors would fit, and weigh more or less.
@@ -262,6 +263,21 @@ def _other_scales(model: peft.PeftModel, folder: Path) -> list[str]:
         if ours is not None and ours != wanted:
             found.append(f"alpha of {path} is {as_text(wanted)} there and {as_text(ours)} here (lora.alpha_pattern)")
     return found
+=======
+@torch.no_grad()
+def compare_with_start(model: peft.PeftModel, folder: Path) -> None:
+    """Notes the adapter in ``folder``, from which the frozen one that is loaded was trained, as the model's start.
+
+    Raises FtcliError FT334 as :func:`take_adapter`.
+    """
+    model.set_adapter(str(model.active_adapter))  # which says what of it is trained
+    loaded = [(parameter, parameter.detach().clone()) for parameter in model.parameters() if parameter.requires_grad]
+    take_adapter(model, folder)
+    remember_start(model)
+    for parameter, value in loaded:
+        parameter.copy_(value)
+        parameter.requires_grad_(False)
+>>>>>>> main
 
 
 def _require_expressions(model: PreTrainedModel, folder: Path) -> None:

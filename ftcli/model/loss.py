@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from ftkernels.linear_cross_entropy import labelled_rows, linear_cross_entropy
-from ftkernels.linear_divergence import Divergence, LinearHead, linear_divergence
+from ftkernels.linear_divergence import Divergence, LinearHead, TopLogProbs, linear_divergence
 from ftkernels.linear_log_prob import linear_log_prob
 from torch import Tensor, nn
 
@@ -164,7 +164,7 @@ def log_probs_at(hidden: HiddenStates, head: Head, positions: Tensor, targets: T
 
 def next_token_divergence(
     student: tuple[Tensor, Head],
-    teacher: tuple[Tensor, Head],
+    teacher: tuple[Tensor, Head] | TopLogProbs,
     weights: Tensor,
     *,
     beta: float,
@@ -174,13 +174,16 @@ def next_token_divergence(
     (:func:`ftkernels.linear_divergence.linear_divergence`).
 
     Args:
-        student, teacher: (R, hidden size) hidden states (:meth:`HiddenStates.rows`) and the head of each.
+        student, teacher: (R, hidden size) hidden states (:meth:`HiddenStates.rows`) and the head of each; or what is
+            known of the teacher's likeliest tokens at this temperature.
         weights: (R,) float32.
     """
-    mine, theirs = (
-        LinearHead(rows, head.weight, head.bias, head.softcap, head.logit_scale) for rows, head in (student, teacher)
-    )
-    return linear_divergence(mine, theirs, weights, beta=beta, temperature=temperature)
+    theirs = teacher if isinstance(teacher, TopLogProbs) else _linear(*teacher)
+    return linear_divergence(_linear(*student), theirs, weights, beta=beta, temperature=temperature)
+
+
+def _linear(rows: Tensor, head: Head) -> LinearHead:
+    return LinearHead(rows, head.weight, head.bias, head.softcap, head.logit_scale)
 
 
 def _rows_for(hidden: HiddenStates, head: Head, labels: Tensor) -> Tensor:

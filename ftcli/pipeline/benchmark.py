@@ -55,8 +55,7 @@ def bench_step(
     mix = None if options.lengths is None else lengths_of(options.lengths)
     report = _checked(loaded, session, options)
     left_out = _left_out(report, options)
-    if options.layers is not None and report.facts.shape is not None:
-        report = replace(report, plan=report.plan.changed({"train.uncheckpointed_layers": left_out}))
+    report = _of_first_layers(report, options, left_out)
     recipe = report.recipe
     sizes = _sizes(recipe, options, mix)
     if options.evaluation:
@@ -125,6 +124,18 @@ def _left_out(report: PreflightReport, options: BenchOptions) -> int:
     if options.layers is None or shape is None:
         return left_out
     return left_out * options.layers // shape.num_layers
+
+
+def _of_first_layers(report: PreflightReport, options: BenchOptions, left_out: int) -> PreflightReport:
+    """Of fewer layers than the model has, ``left_out`` are not checkpointed, and graphs take as much less at once."""
+    shape = report.facts.shape
+    if options.layers is None or shape is None:
+        return report
+    report = replace(report, plan=report.plan.changed({"train.uncheckpointed_layers": left_out}))
+    if report.memory is None:
+        return report
+    pool = report.memory.graph_pool_bytes * options.layers // shape.num_layers
+    return replace(report, memory=replace(report.memory, graph_pool_bytes=pool))
 
 
 def _timed(recipe: Recipe, options: BenchOptions) -> str:

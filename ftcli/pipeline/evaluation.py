@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ftcli.config.load import LoadedRecipe
+from ftcli.facts.adapters import start_folder
 from ftcli.facts.weights import ADAPTER_CONFIG
 from ftcli.judges import judges_of
 from ftcli.pipeline.weights import weights_of
@@ -15,7 +16,7 @@ from ftcli.plain import LEFT_OUT
 from ftcli.preflight.stages import checked
 from ftcli.reporting import Session
 from ftcli.run.directory import RunDirectory
-from ftcli.run.integrity import hold_asked
+from ftcli.run.integrity import hold_asked, hold_start
 from ftcli.run.report import write_report
 from ftcli.run.report.card import write_card
 from ftcli.run.results import Evaluation, MarginsBeforeAndAfter, update_evaluation, write_margins
@@ -63,7 +64,10 @@ def evaluate_recipe(
         hold_asked(directory.path, asked.inputs)
     evaluator = method.evaluator(job, rows, judges=judges, reference=None if asked is None else asked.found)
     evaluator.read_tasks()
-    base, tuned = _base_and_run(job, evaluator, directory, weights)
+    start = method.start_of(job.recipe)
+    if start is not None and directory is not None:
+        hold_start(directory.path, start)
+    base, tuned = _base_and_run(job, evaluator, directory, weights, start)
     if directory is None or tuned is None:
         return EvaluationResult(str(loaded.path), base)
     if chosen is not None:
@@ -73,10 +77,13 @@ def evaluate_recipe(
 
 
 def _base_and_run(
-    job: Job, evaluator: Evaluator, directory: RunDirectory | None, weights: Path | None
+    job: Job, evaluator: Evaluator, directory: RunDirectory | None, weights: Path | None, start: str | None
 ) -> tuple[ModelScores, ModelScores | None]:
-    """Measures the base model, and the run's ``weights`` where there are any."""
-    from ftcli.model.lora import load_adapter
+    """Measures the base model, and the run's ``weights`` where there are any; in place of the base the adapter from
+    which these went on, where they are compared with it.
+    """
+    from ftcli.model.initial_adapters import as_base
+    from ftcli.model.lora import compare_with_start, load_adapter
     from ftcli.train.assembly import begin_reading, build_base, hold
 
     read = None if directory is None else begin_reading(job)
@@ -87,7 +94,9 @@ def _base_and_run(
     if weights is not None and ((weights / ADAPTER_CONFIG).is_file() or any(weights.glob("adapter_model*"))):
         adapted = load_adapter(model, weights)
         freeze_on_kernels(job, adapted, rows)
-        with adapted.disable_adapter():
+        if start is not None:
+            compare_with_start(adapted, start_folder(start))
+        with as_base(adapted) if start is not None else adapted.disable_adapter():
             base = evaluator.measure(adapted)
         return base, evaluator.measure(adapted)
     freeze_on_kernels(job, model, rows)

@@ -77,6 +77,7 @@ class Example:
 
     Attributes:
         prompt_text: The leading part of ``text`` that is a prompt; None for text that is all one piece.
+        implicit: No column holds the prompt: it is what this text and that of ``others`` begin with.
         tools: The functions that a chat may call, as JSON schemas.
         switches: The row's own values for switches of the chat template, over those of the recipe.
         completion_from: The message with which the completion of a chat begins; None: its last one.
@@ -91,6 +92,7 @@ class Example:
     messages: tuple[Message, ...] | None = None
     text: str | None = None
     prompt_text: str | None = None
+    implicit: bool = False
     tools: tuple[JsonObject, ...] | None = None
     completion_from: int | None = None
     untrained: Mapping[int, Ranges | None] = field(default_factory=dict)

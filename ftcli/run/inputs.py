@@ -18,6 +18,7 @@ from typing import Any
 
 from ftcli.config.model import ModelConfig
 from ftcli.errors import ExitCode, Finding, FtcliError
+from ftcli.facts.adapters import start_folder
 from ftcli.facts.device import free_host_bytes, usable_cores
 from ftcli.facts.model import ModelFacts
 from ftcli.facts.weights import WEIGHTS_INDEX
@@ -147,6 +148,11 @@ def fingerprint(name: str, path: Path, block_bytes: int = 0) -> Fingerprint:
             whole.update(block)
             blocks.append(hashlib.sha256(block).digest()[:_KEPT_DIGEST].hex())
     return Fingerprint(name, size, whole.hexdigest(), block_bytes, "".join(blocks))
+
+
+def start_files(start: str) -> list[Fingerprint]:
+    """Fingerprints of the adapter that ``lora.start_from`` names."""
+    return [fingerprint(f"{start}/{path.name}", path) for path in sorted(start_folder(start).glob("adapter_*.*"))]
 
 
 @dataclass(frozen=True, slots=True)

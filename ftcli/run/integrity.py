@@ -15,7 +15,7 @@ from ftcli.plain import JsonMap, JsonObject, map_in
 from ftcli.run.atomic import read_json_object, read_text
 from ftcli.run.checkpoint import difference, inventory
 from ftcli.run.directory import RunDirectory
-from ftcli.run.inputs import Inputs, changed_base, noted_files
+from ftcli.run.inputs import Inputs, changed_base, noted_files, start_files
 from ftcli.run.recipe_changes import map_of
 from ftcli.run.status import FinishedTraining, read_status
 
@@ -108,6 +108,23 @@ def hold_asked(run: Path, now: Inputs) -> None:
             f"{run} was compared with another reference; what differs: {', '.join(changed)}",
             help="restore the reference's files, or name them in preference.reference (of the Hub: pin "
             "preference.reference_revision to the commit that training used)",
+        )
+
+
+def hold_start(run: Path, start: str) -> None:
+    """Refuse to compare a run's result with another adapter than it went on from. What was not noted is accepted.
+
+    Raises FtcliError FT735 (exit 2) with what differs.
+    """
+    known = noted_files(read_json_object(RunDirectory(run).manifest_path).get("data"))
+    now = {file.name: file.sha256 for file in start_files(start)}
+    before = {name: file["sha256"] for name, file in known.items() if name in now or name.startswith(f"{start}/")}
+    changed = sorted(name for name in {*before, *now} if before.get(name) != now.get(name))
+    if known and changed:
+        raise FtcliError.single(
+            "FT735",
+            f"{run} went on from another adapter, which it is compared with; what differs: {', '.join(changed)}",
+            help="restore the adapter's files, or name them in lora.start_from",
         )
 
 

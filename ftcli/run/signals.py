@@ -205,9 +205,9 @@ class StopRequest:
                 self._leave_at_once, self._phase = before
         except LeavePhase:
             raise self._stopped_in(phase) from None
-        except FtcliError:
+        except StopRequested:
             raise
-        except Exception as error:
+        except Exception as error:  # an FtcliError as well: what we made of the library's error
             if self._leaving:
                 raise self._stopped_in(phase) from error
             raise

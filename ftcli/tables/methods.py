@@ -41,7 +41,7 @@ class Method:
         from_prompts: Its rows are prompts, which the model answers. Rows of other methods hold the answers too.
         classifier: What it trains is a sequence classifier with one number (:mod:`ftcli.model.score_head`).
         scores_tasks: `eval.tasks` are scored before and after training.
-        goes_on: It can go on from an adapter: it has no reference, which would be the model without it.
+        goes_on: It can go on from an adapter; a reference is the adapter as it was loaded.
         sees: Its rows may have images.
         timed: `ftcli bench` times its own steps; else those of supervised fine-tuning at the same batch.
         length: The recipe key that is lowered where rows are too long.
@@ -157,7 +157,7 @@ def _preference(name: str, title: str) -> Method:
         defaults={"data.format": "preference", "train.learning_rate": rate, "train.warmup_steps": 0.1},
         full_defaults={"train.learning_rate": 5e-7},
         unit=2,
-        goes_on=name != "dpo",
+        goes_on=True,
         packs=False,
         on_ranks=True,
         timed=True,
@@ -253,6 +253,29 @@ TABLE: Mapping[str, Method] = {
         told=("distill.teacher", "distill.beta", "distill.temperature", "distill.max_completion_length"),
         supports=_OF_PROMPTS,
     ),
+    "distill_offline": Method(
+        "distill_offline",
+        "train",
+        "offline distillation",
+        _TRAIN_HELP,
+        run="ftcli.train.on_rows:train_on_rows",
+        trains="ftcli.methods.distill.offline:Offline",
+        memory="ftcli.methods.distill.checks:memory_of_stored",
+        section="distill",
+        defaults={"train.learning_rate": 5e-5},
+        full_defaults={"train.learning_rate": 1e-6},
+        rules="ftcli.methods.distill.checks:check_offline",
+        asks="ftcli.methods.distill.checks:other_model",
+        repeats=True,
+        goes_on=True,
+        on_ranks=True,
+        told=("distill.teacher", "distill.teacher_top_k", "distill.beta", "distill.temperature"),
+        supports={
+            "data.format": layouts.formats(unit=1),
+            "train.neftune_noise_alpha": (None,),
+            "launch.context_parallel_size": (1,),
+        },
+    ),
     "grpo": Method(
         "grpo",
         "grpo",
@@ -283,7 +306,9 @@ TABLE: Mapping[str, Method] = {
 
 #: Methods of the field by other names, and those that are not offered yet.
 _NOT_OFFERED: Mapping[str, str] = {
-    **{name: name.upper() for name in ("cpo", "ppo", "prm", "gkd")},
+    **{name: name.upper() for name in ("cpo", "ppo", "prm")},
+    "gkd": "distillation",
+    **dict.fromkeys(("kd", "offline_distill", "offline_distillation"), "offline distillation"),
     **dict.fromkeys(("rm", "reward_model", "reward_modeling", "reward_modelling"), "reward modelling"),
 }
 

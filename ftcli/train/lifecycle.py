@@ -19,7 +19,6 @@ from ftcli.config.load import LoadedRecipe
 from ftcli.config.recipe import Recipe
 from ftcli.config.yaml import dump_recipe
 from ftcli.errors import ExitCode, Finding, FtcliError
-from ftcli.facts.adapters import start_folder
 from ftcli.facts.licence import licence_of
 from ftcli.judges import files_of
 from ftcli.plain import JsonMap, JsonObject, plain
@@ -41,6 +40,7 @@ from ftcli.run.inputs import (
     require_same_data,
     require_same_inputs,
     require_same_measures,
+    start_files,
 )
 from ftcli.run.integrity import not_held
 from ftcli.run.loggers import OpenLoggers
@@ -342,10 +342,9 @@ def _report(opened: OpenedRun, session: Session) -> None:
 def _write_manifest(context: RunContext, recipe_yaml: str) -> None:
     opened, report, recipe = context.opened, context.report, context.recipe
     files = data_files(recipe.data.train)
-    if recipe.lora is not None and recipe.lora.start_from is not None:  # what training begins with
-        begin = start_folder(recipe.lora.start_from)
-        files |= {f"{recipe.lora.start_from}/{path.name}": path for path in sorted(begin.glob("adapter_*.*"))}
     data = [fingerprint(name, path) for name, path in files.items()]
+    if recipe.lora is not None and recipe.lora.start_from is not None:  # what training begins with
+        data += start_files(recipe.lora.start_from)
     scores_tasks = report.plan.method.scores_tasks
     held_out = _held_out(recipe, scores_tasks=scores_tasks)
     measured = [fingerprint(name, path) for name, path in data_files(held_out).items()]

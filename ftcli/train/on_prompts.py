@@ -20,6 +20,7 @@ from ftcli.train.evaluation import began_in, tasks_before, write_tasks
 from ftcli.train.fit import FinishedRun, fit
 from ftcli.train.lifecycle import CompleteRun, add_to_manifest, checked_run, complete_result, keep_inputs
 from ftcli.train.progress import TrainingRows
+from ftcli.units import score
 
 if TYPE_CHECKING:
     from ftcli.data.asked import RenderedPrompt
@@ -207,8 +208,8 @@ def _as_tokens(job: Job, asked: Sequence[RenderedPrompt]) -> list[TokenizedRow]:
 def _told(context: RunContext, evaluator: Evaluator, model: Any, when: str) -> Mapping[str, TaskResult]:
     with context.phase("evaluating"):
         found = _tasks(context, evaluator, model)
-    for name, score in _scores(found).items():
-        context.session.reporter.info(f"held-out {name} {when} training: {score:.1%}")
+    for name, value in _scores(found).items():
+        context.session.reporter.info(f"held-out {name} {when} training: {score(value)}")
     return found
 
 

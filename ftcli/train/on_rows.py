@@ -159,6 +159,10 @@ class RowMethod(ABC):
 
         return plain_epochs(rows, seed)
 
+    def start_of(self, recipe: Recipe) -> str | None:
+        """The adapter that training goes on from, where the trained model is compared with it; None: with its base."""
+        return None
+
     def needs_reference(self, recipe: Recipe) -> bool:
         """True if a second model is loaded, which the trained one is compared with."""
         return False

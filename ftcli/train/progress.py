@@ -17,7 +17,7 @@ from ftcli.run.metrics import MetricsLine
 from ftcli.run.report import LiveProgress, LiveReport
 from ftcli.tables import quantizations
 from ftcli.train.context import RunContext, Unwritten
-from ftcli.units import Pace, duration, gib
+from ftcli.units import Pace, duration, gib, score
 
 if TYPE_CHECKING:
     from ftcli.job import Job
@@ -124,6 +124,8 @@ def fields(line: MetricsLine, held_out: Mapping[str, float | str]) -> dict[str, 
         found |= _rewarded(line)
     elif _is_number(line.get("loss")):
         found["loss"] = float(line["loss"])
+        if _is_number(line.get("teacher_agreement")):
+            found["agreement"] = f"{line['teacher_agreement']:.1%}"
     found |= held_out
     if _is_number(line.get("learning_rate")):
         found["lr"] = float(line["learning_rate"])
@@ -171,9 +173,9 @@ def held_out(metrics: MetricsLine) -> dict[str, str]:
         if not key.startswith("eval_") or key in _COUNTS or not _is_number(value):
             continue
         name = key.removeprefix("eval_")
-        is_share = name != "loss" and not name.endswith(_NUMBERS)
+        is_score = name != "loss" and not name.endswith(_NUMBERS)
         # That of a task is its own.
-        shown[_OF_LOSS.get(name, name)] = f"{value:.1%}" if is_share else f"{value:.4f}"
+        shown[_OF_LOSS.get(name, name)] = score(value) if is_score else f"{value:.4f}"
     return shown
 
 

@@ -11,6 +11,13 @@ weight; C rows of which the logits exist at a time.
         D = beta sum_v q_v (b_v - m_v) + sum_v g_v                            dD/dz_v = g_v - p_v sum_w g_w
     loss = sum_i w_i D_i
 
+Of a teacher of which the k likeliest entries T of each row are known (:class:`TopLogProbs`), all others are one class,
+the tail: the sums run over k + 1 classes, c(v) the class of v. With u_c = log sum_{v in c} exp z_v, a = log softmax(u):
+
+    b_tail = log(1 - sum_{v in T} q_v)                   dD/dz_v = dD/du_c(v) exp(z_v - u_c(v))
+
+Nothing is renormalized, and with k = V it is the divergence above. Of coarser classes no divergence is larger.
+
 Source: Agarwal et al. 2023, arXiv:2306.13649, equation 1; ``beta`` is that of TRL's DistillationTrainer and GKDTrainer.
 
 The weights of the rows are known beforehand, so what backward brings is one factor for all of them: forward takes the
@@ -21,6 +28,7 @@ keeps (N, H). Of C rows all logits exist, in float32, twice: a gigabyte for a vo
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,24 +79,44 @@ class LinearHead:
 
 
 @dataclass(frozen=True, slots=True)
+class TopLogProbs:
+    """A teacher's k likeliest entries of each row, the likeliest first: ``ids`` (N, k) int64, ``log_probs`` (N, k), and
+    ``rest`` (N,), the logarithm of what all others of the first ``vocabulary`` entries have; in nats.
+    """
+
+    ids: Tensor
+    log_probs: Tensor
+    rest: Tensor
+    vocabulary: int
+
+    def of(self, where: slice) -> TopLogProbs:
+        """Of some rows."""
+        return TopLogProbs(self.ids[where], self.log_probs[where], self.rest[where], self.vocabulary)
+
+
+@dataclass(frozen=True, slots=True)
 class Divergence:
-    """``loss``: scalar. ``rows`` and ``entropies``: (N,) in nats, of the student, without gradients."""
+    """``loss``: scalar. (N,) each, without gradients: ``rows`` and the student's ``entropies`` in nats, and whether its
+    likeliest entry is the teacher's.
+    """
 
     loss: Tensor
     rows: Tensor
     entropies: Tensor
+    agreed: Tensor
 
 
 def linear_divergence(
     student: LinearHead,
-    teacher: LinearHead,
+    teacher: LinearHead | TopLogProbs,
     weights: Tensor,
     *,
     beta: float = 1.0,
     temperature: float = 1.0,
     backend: BackendName = "auto",
 ) -> Divergence:
-    """The weighted sum of divergences; formulas above. Gradients go to the student's tensors alone.
+    """The weighted sum of divergences; formulas above. Gradients go to the student's tensors alone. Log-probabilities
+    of a teacher are those at ``temperature``.
 
     Args:
         weights: (N,), the weight of each row in the sum.
@@ -99,15 +127,10 @@ def linear_divergence(
     """
     if not 0 <= beta <= 1 or temperature <= 0:
         raise ValueError(f"beta lies in [0, 1] and temperature is positive, got {beta}, {temperature}")
-    rows = {student.hidden.shape[0], teacher.hidden.shape[0], weights.shape[0]}
-    if len(rows) != 1 or any(one.hidden.shape[1] != one.weight.shape[1] for one in (student, teacher)):
-        shapes = [tuple(one.shape) for one in (student.hidden, student.weight, teacher.hidden, teacher.weight, weights)]
-        raise ValueError(f"student, teacher and weights do not fit each other: {shapes}")
-    vocabulary = min(student.weight.shape[0], teacher.weight.shape[0])
-    mine, theirs = student.within(vocabulary), teacher.within(vocabulary)
+    mine, theirs = _fitting(student, teacher, weights)
     plan = _Plan(
-        LogitOptions(mine.softcap, mine.logit_scale, temperature),
-        LogitOptions(theirs.softcap, theirs.logit_scale, temperature),
+        _options(mine, temperature),
+        temperature,
         float(beta),
         theirs,
         choose_backend(mine.hidden.device, backend).is_triton,
@@ -115,13 +138,71 @@ def linear_divergence(
     return Divergence(*_LinearDivergence.apply(mine.hidden, mine.weight, mine.bias, weights, plan))
 
 
+def _fitting(
+    student: LinearHead, teacher: LinearHead | TopLogProbs, weights: Tensor
+) -> tuple[LinearHead, LinearHead | TopLogProbs]:
+    """Both over the entries that both have. Raises ValueError for shapes that do not fit."""
+    fits = student.hidden.shape[1] == student.weight.shape[1]
+    if isinstance(teacher, TopLogProbs):
+        given, vocabulary = [teacher.ids, teacher.log_probs, teacher.rest], teacher.vocabulary
+        fits &= teacher.ids.shape == teacher.log_probs.shape and vocabulary <= student.weight.shape[0]
+    else:
+        given, vocabulary = [teacher.hidden], min(student.weight.shape[0], teacher.weight.shape[0])
+        fits &= teacher.hidden.shape[1] == teacher.weight.shape[1]
+        teacher = teacher.within(vocabulary)
+    if not fits or len({one.shape[0] for one in (student.hidden, *given, weights)}) != 1:
+        shapes = [tuple(one.shape) for one in (student.hidden, student.weight, *given, weights)]
+        raise ValueError(f"student, teacher and weights do not fit each other: {shapes}")
+    return student.within(vocabulary), teacher
+
+
+def _options(head: LinearHead, temperature: float) -> LogitOptions:
+    return LogitOptions(head.softcap, head.logit_scale, temperature)
+
+
+@torch.no_grad()
+def top_log_probs(head: LinearHead, count: int, *, temperature: float = 1.0) -> TopLogProbs:
+    """The ``count`` likeliest entries of each row, and what is left for all others."""
+    rows, vocabulary = head.hidden.shape[0], head.weight.shape[0]
+    count, options = min(count, vocabulary), _options(head, temperature)
+    with without_autocast(head.hidden):
+        acc = accumulate_dtype(compute_dtype(head.hidden.device.type, head.hidden, head.weight))
+        size = min(divergence_rows_at_once(head.hidden.device.type, vocabulary, acc.itemsize), max(rows, 1))
+        logits, found = _Logits(head, size), []
+        for start in range(0, rows, size):
+            where = slice(start, min(start + size, rows))
+            z = _cap_(logits.of(where), options)
+            top, ids = z.topk(count, sorted=True)
+            rest = torch.logsumexp(z.scatter_(1, ids, -torch.inf), 1)
+            whole = torch.logaddexp(torch.logsumexp(top, 1), rest)
+            found.append((ids, top - whole[:, None], rest - whole))
+    if not found:
+        empty = head.hidden.new_empty((0, count), dtype=acc)
+        found.append((empty.long(), empty, empty.new_empty(0)))
+    ids, log_probs, rest = (torch.cat(part) for part in zip(*found, strict=True))
+    return TopLogProbs(ids, log_probs, rest, vocabulary)
+
+
 def linear_divergence_reference(
-    student: LinearHead, teacher: LinearHead, weights: Tensor, *, beta: float = 1.0, temperature: float = 1.0
+    student: LinearHead,
+    teacher: LinearHead | TopLogProbs,
+    weights: Tensor,
+    *,
+    beta: float = 1.0,
+    temperature: float = 1.0,
 ) -> Divergence:
     """The same function with all logits at once and torch's own autograd."""
-    vocabulary = min(student.weight.shape[0], teacher.weight.shape[0])
-    a, b = (_log_probs(one.within(vocabulary), temperature) for one in (student, teacher))
-    b = b.detach()
+    student, teacher = _fitting(student, teacher, weights)
+    of_all = a = _log_probs(student, temperature)
+    if isinstance(teacher, TopLogProbs):
+        b, best = teacher.log_probs.to(a.dtype), teacher.ids[:, 0]
+        a = of_all.gather(1, teacher.ids)
+        if teacher.ids.shape[1] < teacher.vocabulary:
+            a = torch.cat([a, of_all.scatter(1, teacher.ids, -torch.inf).logsumexp(1, keepdim=True)], 1)
+            b = torch.cat([b, teacher.rest.to(a.dtype)[:, None]], 1)
+    else:
+        b = _log_probs(teacher, temperature).detach()
+        best = b.argmax(-1)
     if beta == 0:
         rows = (b.exp() * (b - a)).sum(-1)
     elif beta == 1:
@@ -130,8 +211,8 @@ def linear_divergence_reference(
         share = torch.tensor(beta, dtype=a.dtype, device=a.device)
         m = torch.logaddexp(a + torch.log1p(-share), b + torch.log(share))
         rows = (share * b.exp() * (b - m) + (1 - share) * a.exp() * (a - m)).sum(-1)
-    entropies = -(a.exp() * a).sum(-1)
-    return Divergence((weights * rows).sum(), rows.detach(), entropies.detach())
+    entropies = -(of_all.exp() * of_all).sum(-1)
+    return Divergence((weights * rows).sum(), rows.detach(), entropies.detach(), of_all.argmax(-1) == best)
 
 
 def _log_probs(one: LinearHead, temperature: float) -> Tensor:
@@ -146,26 +227,26 @@ def _log_probs(one: LinearHead, temperature: float) -> Tensor:
 @dataclass(frozen=True, slots=True)
 class _Plan:
     student: LogitOptions
-    teacher: LogitOptions
+    temperature: float
     beta: float
-    head: LinearHead
+    teacher: LinearHead | TopLogProbs
     triton: bool
 
 
 class _LinearDivergence(torch.autograd.Function):
-    """(loss, rows, entropies). Keeps the gradients, which backward scales."""
+    """(loss, rows, entropies, agreed). Keeps the gradients, which backward scales."""
 
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, weights: Tensor, plan: _Plan
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         with without_autocast(hidden):
             found, gradients = _computed(hidden, weight, bias, weights, plan, ctx.needs_input_grad[:3])
         ctx.gradients = gradients
         ctx.set_materialize_grads(False)
         loss = (found.divergence * weights.to(found.divergence.dtype)).sum()
-        ctx.mark_non_differentiable(found.divergence, found.entropy)
-        return loss, found.divergence, found.entropy
+        ctx.mark_non_differentiable(found.divergence, found.entropy, found.agreed)
+        return loss, found.divergence, found.entropy, found.agreed
 
     @staticmethod
     @once_differentiable
@@ -181,25 +262,24 @@ class _LinearDivergence(torch.autograd.Function):
 def _computed(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, weights: Tensor, plan: _Plan, wants: tuple[bool, ...]
 ) -> tuple[RowResult, tuple[Tensor | None, Tensor | None, Tensor | None]]:
-    """Divergence and entropy of all rows, and the gradients of the weighted sum that are wanted."""
+    """What is known of all rows, and the gradients of the weighted sum that are wanted."""
     mine = LinearHead(hidden, weight, bias)
     dtype = compute_dtype(hidden.device.type, hidden, weight)
     acc = accumulate_dtype(dtype)
     count, vocabulary = hidden.shape[0], weight.shape[0]
-    found = RowResult(*hidden.new_zeros((2, count), dtype=acc))
+    found = RowResult(*hidden.new_zeros((2, count), dtype=acc), hidden.new_zeros(count, dtype=torch.bool))
     d_hidden = hidden.new_empty(hidden.shape, dtype=torch.promote_types(hidden.dtype, dtype)) if wants[0] else None
     d_weight = hidden.new_zeros(weight.shape, dtype=acc) if wants[1] else None
     d_bias = hidden.new_zeros(vocabulary, dtype=acc) if bias is not None and wants[2] else None
     size = min(divergence_rows_at_once(hidden.device.type, vocabulary, acc.itemsize), max(count, 1))
-    students, teachers = _Logits(mine, size), _Logits(plan.head, size)
+    students, against = _Logits(mine, size), _against(plan, size)
     stored = store_dtype(dtype) if plan.triton else dtype
     gradient = logits_buffer(size, vocabulary, hidden.new_empty(0, dtype=stored)) if any(wants) else None
-    step = divergence_rows if plan.triton else divergence_rows_reference
     for start in range(0, count, size):
         where = slice(start, min(start + size, count))
         dz = None if gradient is None else gradient[: where.stop - start]
-        one = step(students.of(where), teachers.of(where), weights[where], plan.student, plan.teacher, plan.beta, dz)
-        found.divergence[where], found.entropy[where] = one.divergence, one.entropy
+        one = against(students.of(where), where, weights[where], dz)
+        found.divergence[where], found.entropy[where], found.agreed[where] = one.divergence, one.entropy, one.agreed
         if dz is None:
             continue
         dz = rounded(dz, dtype)
@@ -220,6 +300,22 @@ def _computed(
         None if one is None else one.to(like.dtype) for one, like in zip(gradients, (hidden, weight, bias), strict=True)
     ]
     return found, (kept[0], kept[1], kept[2])
+
+
+def _against(plan: _Plan, size: int) -> Callable[[Tensor, slice, Tensor, Tensor | None], RowResult]:
+    """What compares the student's products, some rows at a time, with the teacher: it gets these, which rows they are,
+    their weights, and a place for the gradient.
+    """
+    teacher = plan.teacher
+    if isinstance(teacher, TopLogProbs):
+        return lambda products, where, weights, dz: top_divergence_rows(
+            products, teacher.of(where), weights, plan.student, plan.beta, dz
+        )
+    logits, options = _Logits(teacher, size), _options(teacher, plan.temperature)
+    step = divergence_rows if plan.triton else divergence_rows_reference
+    return lambda products, where, weights, dz: step(
+        products, logits.of(where), weights, plan.student, options, plan.beta, dz
+    )
 
 
 class _Logits:
@@ -247,10 +343,11 @@ class _Logits:
 
 @dataclass(frozen=True, slots=True)
 class RowResult:
-    """(C,) each, in nats."""
+    """(C,) each: in nats, and whether the likeliest entry is the teacher's."""
 
     divergence: Tensor
     entropy: Tensor
+    agreed: Tensor
 
 
 def divergence_rows_reference(
@@ -262,7 +359,7 @@ def divergence_rows_reference(
     beta: float,
     gradient: Tensor | None,
 ) -> RowResult:
-    """Divergence and entropy of each row.
+    """What is known of each row.
 
     Args:
         student, teacher: (C, V) products of the heads, float32 or float64.
@@ -271,21 +368,75 @@ def divergence_rows_reference(
     """
     z, slope = _capped(student, of_student)
     a, b = torch.log_softmax(z, -1), torch.log_softmax(_capped(teacher, of_teacher)[0], -1)
-    p = a.exp()
-    if beta == 0:
-        q = b.exp()
-        divergence, dz = (q * (b - a)).sum(-1), p - q
-    else:
-        share = torch.tensor(beta, dtype=a.dtype, device=a.device)
-        m = b if beta == 1 else torch.logaddexp(a + torch.log1p(-share), b + torch.log(share))
-        g = p * (a - m) * (1 if beta == 1 else 1 - share)
-        mine = g.sum(-1)
-        divergence = mine if beta == 1 else mine + share * (b.exp() * (b - m)).sum(-1)
-        dz = g - p * mine[:, None]
+    divergence, dz = _of_classes(a, b, beta)
     if gradient is not None:
         factor = weights.to(a.dtype)[:, None] * (of_student.logit_scale / of_student.temperature)
         gradient.copy_(dz * slope * factor)
-    return RowResult(divergence, -(p * a).sum(-1))
+    return RowResult(divergence, -(a.exp() * a).sum(-1), a.argmax(-1) == b.argmax(-1))
+
+
+def _of_classes(a: Tensor, b: Tensor, beta: float) -> tuple[Tensor, Tensor]:
+    """(C,) divergence of log-probabilities (C, classes), and its gradient with respect to the logits of ``a``."""
+    p = a.exp()
+    if beta == 0:
+        q = b.exp()
+        return (q * (b - a)).sum(-1), p - q
+    share = torch.tensor(beta, dtype=a.dtype, device=a.device)
+    m = b if beta == 1 else torch.logaddexp(a + torch.log1p(-share), b + torch.log(share))
+    g = p * (a - m) * (1 if beta == 1 else 1 - share)
+    mine = g.sum(-1)
+    divergence = mine if beta == 1 else mine + share * (b.exp() * (b - m)).sum(-1)
+    return divergence, g - p * mine[:, None]
+
+
+def top_divergence_rows(
+    student: Tensor,
+    teacher: TopLogProbs,
+    weights: Tensor,
+    of_student: LogitOptions,
+    beta: float,
+    gradient: Tensor | None,
+) -> RowResult:
+    """As :func:`divergence_rows_reference`, of a teacher's likeliest entries. ``student`` is written over."""
+    ids, acc = teacher.ids, student.dtype
+    has_tail = ids.shape[1] < teacher.vocabulary
+    z = _cap_(student, of_student)
+    agreed = z.argmax(-1) == ids[:, 0]
+    u, b = z.gather(1, ids), teacher.log_probs.to(acc)
+    slope = _slope(u, of_student)
+    if has_tail:
+        tail = torch.logsumexp(z.scatter_(1, ids, -torch.inf), 1, keepdim=True)
+        u, b = torch.cat([u, tail], 1), torch.cat([b, teacher.rest.to(acc)[:, None]], 1)
+    a, whole = torch.log_softmax(u, -1), torch.logsumexp(u, 1)
+    divergence, du = _of_classes(a, b, beta)
+    mean = (a.exp() * u)[:, : ids.shape[1]].sum(-1)  # of z, under the student
+    within = torch.zeros_like(z)  # exp(z - u) in the tail
+    if has_tail:
+        torch.sub(z, tail, out=within).exp_()
+        z.scatter_(1, ids, 0.0)
+        of_tail = within * z if of_student.softcap else z.mul_(within)  # a cap's derivative needs z once more
+        mean = mean + a[:, -1].exp() * of_tail.sum(-1)
+    if gradient is not None:
+        du = du * weights.to(acc)[:, None] * (of_student.logit_scale / of_student.temperature)
+        if has_tail:
+            within.mul_(du[:, -1:])
+            if of_student.softcap:
+                within.mul_(z.mul_(of_student.temperature / of_student.softcap).square_().neg_().add_(1))
+        gradient.copy_(within)
+        gradient.scatter_(1, ids, (du[:, : ids.shape[1]] * slope).to(gradient.dtype))
+    return RowResult(divergence, whole - mean, agreed)
+
+
+def _cap_(products: Tensor, options: LogitOptions) -> Tensor:
+    """z, in the place of the products."""
+    if not options.softcap:
+        return products.mul_(options.logit_scale / options.temperature)
+    return products.mul_(options.logit_scale / options.softcap).tanh_().mul_(options.softcap / options.temperature)
+
+
+def _slope(z: Tensor, options: LogitOptions) -> Tensor | float:
+    """The cap's derivative where it has given z."""
+    return 1 - (z * options.temperature / options.softcap) ** 2 if options.softcap else 1.0
 
 
 def _capped(products: Tensor, options: LogitOptions) -> tuple[Tensor, Tensor | float]:
@@ -312,7 +463,7 @@ def divergence_rows(
 ) -> RowResult:
     """As :func:`divergence_rows_reference`, a program a row, which reads both three times."""
     rows, vocabulary = student.shape
-    found = RowResult(student.new_empty(rows), student.new_empty(rows))
+    found = RowResult(*student.new_empty(2, rows), student.new_empty(rows, dtype=torch.bool))
     if not rows:
         return found
     out = student if gradient is None else gradient
@@ -325,6 +476,7 @@ def divergence_rows(
             weights.contiguous(),
             found.divergence,
             found.entropy,
+            found.agreed,
             out,
             out.stride(0),
             vocabulary,
@@ -386,6 +538,7 @@ def _divergence_kernel(
     weights_ptr,
     divergence_ptr,
     entropy_ptr,
+    agreed_ptr,
     out_ptr,
     out_stride,
     V,
@@ -411,10 +564,15 @@ def _divergence_kernel(
     t_top = tl.full((), -float("inf"), ACC)
     s_sum = tl.full((), 0.0, ACC)
     t_sum = tl.full((), 0.0, ACC)
+    s_best = tl.full((), 0, tl.int32)
+    t_best = tl.full((), 0, tl.int32)
     for at in range(0, V, BLOCK):
         _, s, _ = _load_z(student_ptr, row, student_stride, at, V, s_cap, s_factor, s_over, STUDENT_CAP, ACC, BLOCK)
         _, t, _ = _load_z(teacher_ptr, row, teacher_stride, at, V, t_cap, t_factor, t_over, TEACHER_CAP, ACC, BLOCK)
-        s_new, t_new = tl.maximum(s_top, tl.max(s, 0)), tl.maximum(t_top, tl.max(t, 0))
+        s_most, s_lane = tl.max(s, 0, return_indices=True)
+        t_most, t_lane = tl.max(t, 0, return_indices=True)
+        s_best, t_best = tl.where(s_most > s_top, at + s_lane, s_best), tl.where(t_most > t_top, at + t_lane, t_best)
+        s_new, t_new = tl.maximum(s_top, s_most), tl.maximum(t_top, t_most)
         s_sum = s_sum * tl.exp(s_top - s_new) + tl.sum(tl.exp(s - s_new), 0)
         t_sum = t_sum * tl.exp(t_top - t_new) + tl.sum(tl.exp(t - t_new), 0)
         s_top, t_top = s_new, t_new
@@ -441,6 +599,7 @@ def _divergence_kernel(
                 others += tl.sum(share * tl.where(inside, tl.exp(b), 0.0) * (b - m), 0)
     tl.store(divergence_ptr + row, mine + others)
     tl.store(entropy_ptr + row, entropy)
+    tl.store(agreed_ptr + row, s_best == t_best)
     if WANT:
         factor = tl.load(weights_ptr + row).to(ACC) * tl.cast(s_factor, ACC) * tl.cast(s_over, ACC)
         for at in range(0, V, BLOCK):

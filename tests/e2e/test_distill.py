@@ -34,7 +34,7 @@ def test_a_run_learns_and_goes_on_alike(name: str, narrow: User) -> None:
     lines = [line for line in narrow.metrics("r") if "loss" in line]
     assert all(line["loss"] > 0 for line in lines)
     assert all(line["grad_norm"] > 0 for line in lines[1:])
-    assert {"entropy", "completions/mean_length", "seconds/rollout"} <= lines[0].keys()
+    assert {"entropy", "teacher_agreement", "completions/mean_length", "seconds/rollout"} <= lines[0].keys()
     inputs = json.loads((narrow.folder / "r" / "manifest.json").read_text())
     assert ("asked" in json.dumps(inputs)) or SETTINGS[name].get("distill", DISTILL)["teacher"] is None
     narrow.goes_on_alike("r", recipe, "train")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.e2e.conftest import User
+from tests.e2e.test_preference import pairs
 
 
 def trained(user: User, **change: Any) -> Path:
@@ -108,13 +110,31 @@ def unfit(what: str, folder: Path) -> dict[str, Any]:
     return settings.get(what, {})
 
 
-@pytest.mark.parametrize(
-    "change", [{"train": {"method": "dpo"}, "data": {"train": ["bundled:smoke-pairs"], "eval": []}}, {}]
-)
-def test_where_there_is_nothing_to_go_on_from(change: dict[str, Any], stored: User) -> None:
+@pytest.mark.parametrize("cached", [False, True], ids=["live", "cached"])
+def test_pairs_are_compared_with_the_adapter_as_it_was_loaded(cached: bool, stored: User) -> None:
+    """In each step or ahead of the first one, where a run goes on, and in `ftcli eval`, which holds it to its files."""
     user = stored
-    lora = {"r": 4, "start_from": str(trained(user, lora={"r": 4}))}
-    lora |= {} if change else {"init_lora_weights": "pissa"}
-    status, document = user.run("train", user.recipe("b", lora=lora, **change))
+    first = trained(user, lora={"r": 4})
+    change = pairs(lora={"r": 4, "start_from": str(first)}, preference={"reference_cache": "./kept"} if cached else {})
+    recipe = user.recipe("b", **change)
+    user.done("train", recipe)
+    assert user.losses("b")[0] == pytest.approx(math.log(2), abs=1e-5)
+    user.goes_on_alike("b", recipe)
+    run = user.folder / "b"
+    final = [line for line in user.metrics("b") if "eval_loss" in line][-1]
+    told = user.done("eval", recipe, "--run", str(run))
+    assert (told["base"]["margin"], told["base"]["loss"]) == (0, pytest.approx(math.log(2), abs=1e-6))
+    assert told["run"]["margin"] == pytest.approx(final["eval_margin"], rel=1e-4)
+    assert abs(final["eval_margin"]) > 1e-3
+    weights = first / "adapter" / "adapter_model.safetensors"
+    save_file({name: tensor * 2 for name, tensor in load_file(weights).items()}, weights)
+    status, document = user.run("eval", recipe, "--run", str(run))
+    assert (status, document["findings"][-1]["code"]) == (2, "FT735")
+
+
+def test_where_there_is_nothing_to_go_on_from(stored: User) -> None:
+    user = stored
+    lora = {"r": 4, "start_from": str(trained(user, lora={"r": 4})), "init_lora_weights": "pissa"}
+    status, document = user.run("train", user.recipe("b", lora=lora))
     errors = [f["code"] for f in document["findings"] if f["severity"] == "error"]
     assert (status, errors) == (3, ["FT250"])

@@ -46,8 +46,14 @@ _TAUGHT: dict[str, Any] = {
     "train": {**TRAINS["train"], "method": "distill"},
     "distill": {"teacher": "bundled:tiny-gemma2", "max_prompt_length": 40, "max_completion_length": 3},
 }
+_STORED: dict[str, Any] = {
+    **TRAINS,
+    "train": {**TRAINS["train"], "method": "distill_offline"},
+    "distill": {"teacher": "bundled:tiny-gemma2", "teacher_logprobs": "kept", "teacher_top_k": 4},
+}
 #: One of each way to train, by its method.
-BASES: dict[str, dict[str, Any]] = {"sft": TRAINS, "grpo": SAMPLES, "distill": _TAUGHT, **_ON_PAIRS}
+BASES: dict[str, dict[str, Any]] = {"sft": TRAINS, "grpo": SAMPLES, "distill": _TAUGHT, "distill_offline": _STORED}
+BASES |= _ON_PAIRS
 #: Of a model that sees.
 SEES: dict[str, Any] = {
     **TRAINS,

@@ -98,7 +98,7 @@ def test_rows_are_sampled_from_or_refused(folder: Path, content: bytes) -> None:
 
 
 @examples(2, 5)
-@given(changes=recipes.settings, method=st.sampled_from(["sft", "grpo", "distill"]))
+@given(changes=recipes.settings, method=st.sampled_from(["sft", "grpo", "distill", "distill_offline"]))
 def test_settings_are_trained_with_or_refused(folder: Path, changes: list[tuple[str, Any]], method: str) -> None:
     _train(folder, changes, method)
 

@@ -599,6 +599,20 @@ METHODS = (
         _DIVERGENCE,
     ),
     _m(
+        "of the tail all is the student's",
+        _K + "linear_divergence.py",
+        "within.mul_(du[:, -1:])",
+        "within.mul_(a[:, -1:].exp())",
+        _DIVERGENCE,
+    ),
+    _m(
+        "a row of another content is taken for one that was asked",
+        "ftcli/methods/distill/stored.py",
+        'if said.get("teacher") != self.identity:',
+        "if False:",
+        "tests/e2e/test_distill_offline.py",
+    ),
+    _m(
         "a teacher is read at the student's positions",
         "ftcli/methods/distill/objective.py",
         "hidden_states(teacher, shown, None).rows(theirs)",

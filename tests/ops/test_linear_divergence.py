@@ -10,7 +10,13 @@ import pytest
 import torch
 from ftkernels import linear_divergence as module
 from ftkernels.limits import DIVERGENCE_BYTES, divergence_bytes, divergence_rows_at_once
-from ftkernels.linear_divergence import LinearHead, linear_divergence, linear_divergence_reference
+from ftkernels.linear_divergence import (
+    LinearHead,
+    TopLogProbs,
+    linear_divergence,
+    linear_divergence_reference,
+    top_log_probs,
+)
 
 ours = partial(linear_divergence, backend="triton")
 BETAS = [0.0, 0.3, 0.5, 1.0]
@@ -74,6 +80,79 @@ def test_rows_and_entropies_are_the_formulas(device: str, beta: float, backend: 
     torch.testing.assert_close(found.rows.double(), wanted.rows, rtol=2e-5, atol=2e-5)
     torch.testing.assert_close(found.entropies.double(), wanted.entropies, rtol=2e-5, atol=2e-5)
     assert not found.rows.requires_grad
+    assert found.agreed.tolist() == wanted.agreed.tolist()
+    same = linear_divergence(mine, mine, weights, beta=beta, backend=backend)
+    assert same.agreed.all()
+
+
+@pytest.mark.parametrize("count", [1, 8])
+@pytest.mark.parametrize("given", OPTIONS, ids=str)
+@pytest.mark.parametrize("beta", BETAS)
+def test_the_likeliest_entries_and_their_tail_match_float64(
+    device: str, tools: Any, given: Any, beta: float, count: int
+) -> None:
+    student, teacher, weights = _case(device, more=9)
+    mine, theirs, temperature = given
+    exact = LinearHead(*(one.double() for one in teacher), **theirs).within(301)
+    top = top_log_probs(exact, count, temperature=temperature)
+
+    def call(function: Any) -> Any:
+        def run(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> Any:
+            head = LinearHead(x, w, b, **mine)
+            found = function(head, top, weights.to(x.dtype), beta=beta, temperature=temperature)
+            return found.loss
+
+        return run
+
+    tools.assert_float32(call(ours), call(linear_divergence_reference), student)
+
+
+@pytest.mark.parametrize("given", OPTIONS, ids=str)
+@pytest.mark.parametrize("beta", BETAS)
+def test_all_entries_are_the_whole_vocabulary(device: str, given: Any, beta: float) -> None:
+    """The same loss, gradients, entropies and agreement; what is known of fewer entries is never more."""
+    (x, w, b), theirs = ([one.double() for one in each] for each in _case(device)[:2])
+    weights = torch.rand(len(x), device=device, dtype=torch.float64)
+    mine, other, temperature = given
+    head = LinearHead(*theirs, **other)
+    x.requires_grad_()
+    found = []
+    for against in (head, *(top_log_probs(head, count, temperature=temperature) for count in (301, 300, 40))):
+        one = linear_divergence(LinearHead(x, w, b, **mine), against, weights, beta=beta, temperature=temperature)
+        found.append((one, *torch.autograd.grad(one.loss, x)))
+    (whole, gradient), (every, of_every), (but_one, of_but_one), (few, _) = found
+    for same, its in ((every, of_every), (but_one, of_but_one)):
+        torch.testing.assert_close(same.rows, whole.rows, rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(its, gradient, rtol=1e-9, atol=1e-12)
+    for one in (every, but_one, few):
+        torch.testing.assert_close(one.entropies, whole.entropies, rtol=1e-9, atol=1e-12)
+        assert one.agreed.tolist() == whole.agreed.tolist()
+    assert bool((few.rows <= whole.rows + 1e-12).all())
+    assert float((whole.rows - few.rows).max()) > 1e-6
+
+
+def test_the_tail_is_trls(device: str) -> None:
+    """Of TRL's self-distillation, whose loss is the Jensen-Shannon divergence of both with a tail bucket."""
+    from trl.experimental.sdpo.loss_utils import add_tail_bucket
+
+    (x, w, b), (y, v, c) = ([one.double() for one in each] for each in _case(device)[:2])
+    top = top_log_probs(LinearHead(y, v, c), 6)
+    theirs = add_tail_bucket(torch.log_softmax(y @ v.T + c, -1).gather(1, top.ids))
+    mine = add_tail_bucket(torch.log_softmax(x @ w.T + b, -1).gather(1, top.ids))
+    found = linear_divergence(LinearHead(x, w, b), top, torch.ones(len(x), device=device), beta=0.0)
+    torch.testing.assert_close(found.rows, (theirs.exp() * (theirs - mine)).sum(1), rtol=1e-6, atol=1e-9)
+
+
+def test_what_is_kept_of_a_teacher_is_its_distribution(device: str) -> None:
+    (_, _, _), (y, v, c), _ = _case(device)
+    found = top_log_probs(LinearHead(y, v, c, 5.0, 2.0), 6, temperature=0.7)
+    exact = torch.log_softmax(5 * torch.tanh(2 * (y.double() @ v.double().T + c) / 5) / 0.7, -1)
+    wanted = exact.topk(6)
+    assert found.ids.tolist() == wanted.indices.tolist()
+    torch.testing.assert_close(found.log_probs.double(), wanted.values, rtol=1e-5, atol=1e-5)
+    left = exact.scatter(1, wanted.indices, -torch.inf).logsumexp(1)
+    torch.testing.assert_close(found.rest.double(), left, rtol=1e-5, atol=1e-5)
+    assert top_log_probs(LinearHead(y[:0], v), 6).ids.shape == (0, 6)
 
 
 @pytest.mark.parametrize("beta", BETAS)
@@ -142,6 +221,9 @@ def test_what_does_not_fit_is_refused(change: dict[str, Any], said: str) -> None
     weights = weights[: given.pop("weights", len(weights))]
     with pytest.raises(ValueError, match=said):
         linear_divergence(LinearHead(*student), LinearHead(*teacher), weights, **given)
+    top = TopLogProbs(torch.zeros(13, 2).long(), torch.zeros(13, 2), torch.zeros(13), 301)
+    with pytest.raises(ValueError, match=said):
+        linear_divergence(LinearHead(*student), top, weights, **given)
 
 
 def test_the_workspace_is_bounded() -> None:

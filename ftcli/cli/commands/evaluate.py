@@ -9,6 +9,7 @@ import typer
 from ftcli.cli import names, options
 from ftcli.cli.render import table
 from ftcli.reporting import Session
+from ftcli.units import is_share, score
 
 if TYPE_CHECKING:
     from ftcli.evaluate.suite import ModelScores
@@ -36,7 +37,8 @@ def _measures(scores: ModelScores) -> dict[str, str | float]:
             accuracy = part.token_accuracy if part.more is None else part.more.get("accuracy")
             shown |= {f"loss of {name}": part.loss, **({} if accuracy is None else {f"accuracy of {name}": accuracy})}
     for name, task in scores.tasks.items():
-        shown[name] = f"{task.score:.1%} of {task.rows}" + (f", {task.cut} cut off" if task.cut else "")
+        of_rows = f"of {task.rows}" if is_share(task.score) else f"over {task.rows} rows"
+        shown[name] = f"{score(task.score)} {of_rows}" + (f", {task.cut} cut off" if task.cut else "")
     for name, metrics in scores.lm_eval.items():
         shown |= {f"{name} {metric}": value for metric, value in metrics.items()}
     return shown

@@ -16,7 +16,7 @@ from ftcli.errors import Finding, FtcliError, Origin, Severity
 from ftcli.paths import OPEN_IT, exists, expanded, is_folder
 from ftcli.plain import FLATTENED, LEFT_OUT, JsonObject, plain_fields
 from ftcli.reporting import Reporter, Session
-from ftcli.units import number
+from ftcli.units import number, score
 
 if TYPE_CHECKING:
     from ftcli.run.report.page import Comparison, Points
@@ -100,7 +100,7 @@ def _runs_text(result: FoundRuns) -> str:
         return f"no runs below {result.folder}" + (", as far as it can be read" if result.unread else "")
     records = []
     for run in result.runs:
-        scores = ", ".join(f"{name} {score:.1%}" for name, score in run.tasks.items())
+        scores = ", ".join(f"{name} {score(value)}" for name, value in run.tasks.items())
         held_out = "-" if run.eval_loss is None else number(run.eval_loss)
         records.append(
             {

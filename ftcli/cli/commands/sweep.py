@@ -11,7 +11,7 @@ from ftcli.cli import options
 from ftcli.cli.render import clean, table
 from ftcli.paths import expanded
 from ftcli.reporting import Session
-from ftcli.units import number
+from ftcli.units import number, score
 
 if TYPE_CHECKING:
     from ftcli.pipeline.sweep import SweepResult
@@ -33,7 +33,7 @@ def sweep_text(result: SweepResult) -> str:
                 "loss": loss,
                 "held-out loss": None if found is None else found.eval_loss,
                 **({} if found is None or found.preferred is None else {"in order": f"{found.preferred:.1%}"}),
-                **({} if found is None else {name: f"{score:.1%}" for name, score in found.tasks.items()}),
+                **({} if found is None else {name: score(value) for name, value in found.tasks.items()}),
             }
         )
     lines = table(rows)

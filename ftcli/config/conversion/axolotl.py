@@ -314,6 +314,7 @@ RULES = r.Rules(
         "xformers_attention": r.attention,
         "wandb_project": lambda draft, given: r.wandb(draft, given, "wandb_project", "wandb_entity", "wandb_group"),
         "wandb_name": r.run_name,
+        "lora_model_dir": preferences.continued,
         "rl": r.read,
         "reward_model": r.read,
         "orpo_alpha": _orpo_alpha,

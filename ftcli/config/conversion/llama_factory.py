@@ -151,13 +151,7 @@ def _pissa(draft: Draft, given: ForeignSetting) -> None:
 
 
 def _adapter(draft: Draft, given: ForeignSetting) -> None:
-    why = "adapters begin anew; lora.start_from goes on from an adapter, --resume PATH from a run of ftcli"
-    if preferences.wanted(draft) and not preferences.scored(draft):
-        why = (
-            "adapters begin anew. There the reference of a continued adapter is the raw base; here it is the model as "
-            "training begins: merge the adapter into the model and name that"
-        )
-    draft.lost(given, why)
+    preferences.continued(draft, given, draft.said("model_name_or_path"))
 
 
 def _ld_alpha(draft: Draft, given: ForeignSetting) -> None:

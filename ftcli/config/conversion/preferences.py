@@ -255,6 +255,25 @@ def _cpo_alpha(draft: Draft, given: ForeignSetting) -> None:
         draft.lost(given, "it is read by the trainer of CPO and SimPO", harmless=True)
 
 
+def continued(draft: Draft, given: ForeignSetting, base: object = None) -> None:
+    """An adapter that training goes on from. It is compared with itself as it was loaded, or with ``base``, where the
+    tool takes the model without any adapter.
+    """
+    if not isinstance(given.value, str) or "," in given.value or truth(draft.said("create_new_adapter")):
+        draft.lost(given, "several adapters, or a new one beside them: merge them into the model and name that")
+        return
+    draft.take(given, "lora.start_from")
+    help = "lora.r, alpha and target_modules have to be the adapter's own: `ftcli check` compares them"
+    if draft.said("ref_model") or not wanted(draft) or scored(draft) or not _compared(draft):
+        draft.differs(given, f"training goes on from the adapter in `{given.value}`", help)
+    elif base is None:
+        draft.differs(given, "the reference is the adapter as it was loaded", help)
+    else:
+        draft.put("preference.reference", base)
+        what = f"{draft.tool} compares a continued adapter with the raw base, which preference.reference names"
+        draft.differs(given, what, f"remove that to compare with the adapter as it was loaded; {help}")
+
+
 def reference(draft: Draft, given: ForeignSetting) -> None:
     """A reference model of the recipe's own; the model that is trained is the one as training begins."""
     same = given.value == draft.said("model_name_or_path")

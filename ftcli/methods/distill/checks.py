@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ftkernels.limits import divergence_bytes
 
 from ftcli.config.model import ModelConfig, QuantizationConfig
@@ -9,11 +11,16 @@ from ftcli.config.recipe import Recipe
 from ftcli.errors import Finding, Origin
 from ftcli.facts.generation import MOST_ROWS
 from ftcli.methods.distill.settings import DistillConfig
+from ftcli.paths import expanded
+from ftcli.plain import JsonMap, JsonObject
 from ftcli.plan.memory.shards import LAYERS_AT_ONCE
 from ftcli.plan.run import Generation, MethodMemory, OtherModel, RunPlan
 from ftcli.preflight.checks.context import Context, Findings
 from ftcli.preflight.checks.data import FirstRows
+from ftcli.run.atomic import read_json_object
 
+#: The file in which a folder of log-probabilities says what they are of.
+TOLD = "teacher.json"
 #: Bytes of a parameter of a teacher that is held so, scales included; what is not quantized of it is little.
 _STORED = {"nf4": 0.6, "fp8": 1.05}
 
@@ -43,6 +50,11 @@ def check(context: Context) -> Findings:
             "without adapters"
         )
         yield context.error("FT274", "lora.init_lora_weights", message, help="use another init_lora_weights")
+    for name in ("teacher_logprobs", "teacher_top_k"):
+        if context.says(f"distill.{name}"):
+            message = f"distill.{name} is not read where a teacher judges the student's own answers"
+            help = "write train.method: distill_offline, or remove it"
+            yield context.error("FT276", f"distill.{name}", message, help=help)
     for name in ("teacher_revision", "teacher_quantization") if settings.teacher is None else ():
         if context.says(f"distill.{name}"):
             message = f"distill.{name} is not read without distill.teacher"
@@ -58,6 +70,53 @@ def check(context: Context) -> Findings:
         )
 
 
+def check_offline(context: Context) -> Findings:
+    """FT254 where nothing says what the teacher thinks, FT276 for settings of sampling."""
+    settings = context.recipe.distill or DistillConfig()
+    if settings.teacher_logprobs is None:
+        help = "name a folder; `distill.teacher` is asked for what it lacks, and may be left out once it is complete"
+        message = "distill.teacher_logprobs is absent: offline distillation has no log-probabilities of a teacher"
+        yield context.error("FT474", "distill.teacher_logprobs", message, help=help)
+    else:
+        yield from _stored(context, settings, settings.teacher_logprobs)
+    for name in ("teacher_column", "top_p", "top_k", "max_prompt_length", "max_completion_length", "stop_strings"):
+        if context.says(f"distill.{name}"):
+            message = f"distill.{name} is not read where answers come from the rows"
+            yield context.error("FT276", f"distill.{name}", message, help="remove it")
+
+
+def _stored(context: Context, settings: DistillConfig, folder: str) -> Findings:
+    """FT474 where the folder is of something else than the recipe says."""
+    told = read_json_object(expanded(folder) / TOLD)
+    if settings.teacher is None and not told:
+        message = f"{folder} holds no log-probabilities of a teacher"
+        yield context.error("FT474", "distill.teacher_logprobs", message, help="name the distill.teacher to be asked")
+    if not told:
+        return
+    top = min(settings.teacher_top_k, told.get("vocabulary", settings.teacher_top_k))
+    wanted: JsonObject = {"teacher_top_k": top, "temperature": settings.temperature}
+    if settings.teacher is not None:
+        wanted |= {"teacher": settings.teacher, "revision": settings.teacher_revision}
+        wanted |= {"quantization": settings.teacher_quantization}
+    for one in differing(told, wanted):
+        found = does_not_fit(folder, *one)
+        yield context.error(found.code, "distill.teacher_logprobs", found.message, help=found.help)
+
+
+def differing(told: JsonMap, wanted: JsonMap) -> list[tuple[str, Any, Any]]:
+    """What a folder says otherwise: the name of it, what it says, and what is wanted."""
+    return [(name, told.get(name), value) for name, value in wanted.items() if told.get(name) != value]
+
+
+def does_not_fit(folder: str, name: str, said: Any, wanted: Any) -> Finding:
+    """FT474 for a folder that is of another teacher, or that was asked otherwise."""
+    message = f"the log-probabilities in {folder} are of another {name}: {said} there, {wanted} here"
+    help = f"restore what they were made with (distill.{name}: {said}), or name another folder"
+    if name in ("weights", "tokens", "vocabulary", "format"):
+        help = "restore the model that they were made with, or name another folder: the teacher is asked again then"
+    return Finding("FT474", message, help=help)
+
+
 def check_rows(context: Context, first: FirstRows) -> Findings:
     """FT453 where a row lacks the column that the teacher alone is to see."""
     column = (context.recipe.distill or DistillConfig()).teacher_column
@@ -70,6 +129,15 @@ def no_column(column: str, origin: Origin) -> Finding:
     """FT453 for a row without ``distill.teacher_column``."""
     message = f"distill.teacher_column names the column {column!r}, which this row does not have"
     return Finding("FT453", message, origin, "add it to all rows, or name another one")
+
+
+def memory_of_stored(plan: RunPlan) -> MethodMemory:
+    """Of the student's logits some rows exist at a time; what is stored of the teacher lies beside them."""
+    settings, sizes, element = plan.recipe.distill or DistillConfig(), plan.sizes, plan.dtypes.compute_bytes
+    rows = plan.recipe.train.per_device_train_batch_size * plan.recipe.data.max_seq_len
+    needed = divergence_bytes(rows, sizes.hidden_size, sizes.vocab_size, element, on_gpu=plan.device.kind == "cuda")
+    stored = rows * settings.teacher_top_k * (8 + 4)
+    return MethodMemory(plan.recipe.data.max_seq_len, needed + rows * sizes.hidden_size * 3 * element + stored)
 
 
 def memory(plan: RunPlan) -> MethodMemory:

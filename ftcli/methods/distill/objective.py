@@ -63,11 +63,14 @@ class Teacher:
 
 @dataclass(slots=True)
 class _Batch:
-    """A micro-batch's completions: their tokens, whether they ended, and the mean entropy once it is known."""
+    """A micro-batch's completions: their tokens, whether they ended, and once it is known the mean entropy, and at how
+    many tokens the student's likeliest is the teacher's.
+    """
 
     lengths: list[int]
     ended: list[bool]
     entropy: float | None = None
+    agreed: int = 0
 
 
 class DistillObjective(SampledObjective):
@@ -175,26 +178,27 @@ class DistillObjective(SampledObjective):
         own = {name: value for name, value in inputs.items() if not name.startswith(_TEACHER)}
         where, theirs = own.pop(_POSITIONS), shown.pop(_POSITIONS)
 
-        def compute() -> tuple[Tensor, Tensor]:
+        def compute() -> tuple[Tensor, Tensor, Tensor]:
             with torch.no_grad(), self._teacher.at_hand(model) as teacher:
                 said = within_root(teacher, lambda: hidden_states(teacher, shown, None).rows(theirs))
                 taught = said, head_of(teacher)
             learnt = hidden_states(model, own, self._stack).rows(where), head_of(model)
             weights = (1.0 / step.supervised).expand(where.shape[0])
             found = next_token_divergence(learnt, taught, weights, beta=settings.beta, temperature=settings.temperature)
-            return found.loss, found.entropies
+            return found.loss, found.entropies, found.agreed
 
         with compute_context(self._job.device, dtypes.compute, dtypes.autocast):
-            loss, entropies = within_root(model, compute)
+            loss, entropies, agreed = within_root(model, compute)
         if self._teacher.model is not None:
             reshard_model(self._teacher.model)
-        next(one for one in self._of_batches if one.entropy is None).entropy = float(entropies.mean())
+        batch = next(one for one in self._of_batches if one.entropy is None)
+        batch.entropy, batch.agreed = float(entropies.mean()), int(agreed.sum())
         return loss
 
     def reduced(self) -> None:
         """Notes the metrics of all ranks' micro-batches, in the order of one process."""
         spans, counted = self._spans, {part: self._spans.counted(part) for part in (ROLLOUT, TRAINING)}
-        mine = [[one.lengths, one.ended, one.entropy] for one in self._of_batches]
+        mine = [[one.lengths, one.ended, one.entropy, one.agreed] for one in self._of_batches]
         told: list[Any] = [[mine, counted]]
         if self._group is not None:
             told = gather_json(self._group, "metrics", told[0])
@@ -205,6 +209,7 @@ class DistillObjective(SampledObjective):
         self._metrics["completions/mean_length"].append(math.fsum(lengths) / len(lengths))
         self._metrics["completions/clipped_ratio"].append(1.0 - sum(ended) / len(ended))
         self._metrics["entropy"] += [batch[2] for batch in every]
+        self._metrics["teacher_agreement"].append(sum(batch[3] for batch in every) / sum(lengths))
         spans.enter(OPTIMIZER)
 
     def state(self) -> JsonObject:

@@ -10,7 +10,8 @@ from ftcli.config.base import Count, Fraction, Items, PathText, Section
 
 
 class DistillConfig(Section):
-    """On-policy distillation (`train.method: distill`). Leaf names are those of TRL's DistillationConfig where it has
+    """Distillation: on the student's own answers (`train.method: distill`) or on those of the rows, from stored
+    log-probabilities of a teacher (`distill_offline`). Leaf names are those of TRL's DistillationConfig where it has
     them.
     """
 
@@ -26,6 +27,15 @@ class DistillConfig(Section):
     teacher_column: str | None = Field(
         default=None,
         description="A column of the rows, of text that the teacher alone sees: it ends the last user turn.",
+    )
+    teacher_logprobs: PathText | None = Field(
+        default=None,
+        description="distill_offline: folder of the teacher's log-probabilities. What it lacks is asked of `teacher` "
+        "before training; without one, it has to be complete.",
+    )
+    teacher_top_k: Count = Field(
+        default=64,
+        description="distill_offline: likeliest tokens that are kept of each position; all others are one class.",
     )
     beta: Fraction = Field(
         default=1.0,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ftcli.config.recipe import Recipe
-from ftcli.methods.preference.checks import another_model, cache, high_rate, losses_of, needs_second_model
+from ftcli.methods.preference.checks import another_model, cache, high_rate, losses_of, reference_bytes
 from ftcli.methods.preference.settings import PreferenceConfig
 from ftcli.plan.run import MethodMemory, RunPlan
 from ftcli.preflight.checks.context import Context, Findings
@@ -72,13 +72,10 @@ def memory(plan: RunPlan) -> MethodMemory:
     """Rows of up to ``data.max_seq_len`` tokens, or this rank's part of them. The loss takes log-probabilities from
     hidden states. The passes of the reference and of mismatched rows keep nothing, and are over before the policy's
     begins.
-
-    Full fine-tuning whose reference is computed in each step needs a second model, sharded like the first. Adapters can
-    be switched off.
     """
     recipe = plan.recipe
     return MethodMemory(
         seq_len=recipe.data.max_seq_len,
         loss_bytes=plan.log_prob_bytes(plan.rows * -(-recipe.data.max_seq_len // plan.shares)),
-        reference_bytes=plan.model_bytes if needs_second_model(recipe) else 0,
+        reference_bytes=reference_bytes(plan),
     )

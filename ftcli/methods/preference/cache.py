@@ -29,7 +29,7 @@ from ftcli.data.tokens import TokenizedRow
 from ftcli.labels import IGNORE_INDEX
 from ftcli.model.backbone import base_of, decoder_layers, root_of
 from ftcli.model.fsdp import JoinedLinear, JoinedTensors
-from ftcli.model.initial_adapters import initial_of
+from ftcli.model.initial_adapters import initial_of, start_of
 from ftcli.model.quantized import QuantizedLinear
 from ftcli.run.atomic import read_bytes
 
@@ -182,6 +182,7 @@ def reference_key(
         "quantization": job.recipe.quantization.model_dump(mode="json"),
         "batches": [batches.layout, batches.shares_prompts],
         "device": job.device.type,
+        "adapters": _scales(model) if start_of(model) else None,
         "matmul": torch.get_float32_matmul_precision(),
         "code": [_SCORING, __version__, torch.__version__, transformers.__version__],
     }
@@ -189,12 +190,19 @@ def reference_key(
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
+def _scales(model: Any) -> list[Any]:
+    """What is computed with the tensors of a model's adapters."""
+    config = model.peft_config[model.active_adapter]
+    names = ("r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern")
+    return [getattr(config, name) for name in names]
+
+
 def weight_digests(model: PreTrainedModel | PeftModel) -> list[list[Any]]:
     """Name, dtype, shape and digest of each tensor of the reference, by the name that it has without adapters.
 
-    Adapters are left out, unless they begin as a part of the weights.
+    Adapters are left out, unless they begin as a part of the weights, or are gone on from.
     """
-    without = hasattr(model, "disable_adapter") and initial_of(model) is None
+    without = hasattr(model, "disable_adapter") and initial_of(model) is None and not start_of(model)
     found, sums = [], []
     for name, tensor in _tensors(model):
         if without and tensor.requires_grad and isinstance(tensor, nn.Parameter):

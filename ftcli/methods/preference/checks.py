@@ -68,6 +68,14 @@ def caches(recipe: Recipe, how: Literal["surely", "possibly"]) -> bool:
     return how == "possibly" or settings.reference_cache != "auto" or recipe.lora is None
 
 
+def start_adapter(recipe: Recipe) -> str | None:
+    """The adapter that training goes on from, where that is what answers are compared with."""
+    settings = recipe.preference or PreferenceConfig()
+    if recipe.lora is None or other_model(recipe) is not None or not compares(recipe.train.method, settings):
+        return None
+    return recipe.lora.start_from
+
+
 def needs_second_model(recipe: Recipe) -> bool:
     """Whether a second model is loaded to compare with: full fine-tuning whose reference is computed in each step."""
     settings = recipe.preference or PreferenceConfig()
@@ -208,8 +216,6 @@ def memory(plan: RunPlan) -> MethodMemory:
     The loss takes log-probabilities from hidden states, which are picked out for it where prompts are shared; the
     reference's pass keeps nothing, and is over before the policy's begins.
 
-    Full fine-tuning whose reference is computed in each step needs a second model, sharded like the first. Adapters can
-    be switched off.
     """
     recipe = plan.recipe
     tokens = plan.rows * -(-(recipe.data.max_seq_len - plan.shared_tokens) // plan.shares)
@@ -217,5 +223,14 @@ def memory(plan: RunPlan) -> MethodMemory:
     return MethodMemory(
         seq_len=recipe.data.max_seq_len,
         loss_bytes=plan.log_prob_bytes(tokens) + (picked if plan.execution.batches.shares_prompts else 0),
-        reference_bytes=plan.model_bytes if needs_second_model(recipe) else 0,
+        reference_bytes=reference_bytes(plan),
     )
+
+
+def reference_bytes(plan: RunPlan) -> int:
+    """Of a second model, sharded like the first, where full fine-tuning computes its reference in each step; and of
+    what an adapter held that is gone on from. Other adapters can be switched off.
+    """
+    if needs_second_model(plan.recipe):
+        return plan.model_bytes
+    return plan.dtypes.trained_bytes * plan.trained.elements if start_adapter(plan.recipe) is not None else 0

@@ -9,16 +9,16 @@ from typing import Any
 
 from ftcli.plain import JsonMap, JsonObject
 from ftcli.rows.layouts.messages import conversation, list_of, marks_of, messages_of
-from ftcli.rows.layouts.prompted import instructed, shared, text_of
+from ftcli.rows.layouts.prompted import instructed, shared, shared_beginnings, text_of
 from ftcli.rows.row import Example, Message, Misfit, Row
 
 
 def understand(row: Row) -> Example:
     """``{"prompt": ..., "chosen": ..., "rejected": ...}``: strings, or lists of messages. Without a prompt, or where it
-    stands in both answers as well, the messages that both begin with are the prompt.
+    stands in both answers as well, the messages that both begin with are the prompt; of strings the words.
 
     The example is the chosen answer's, with the row's `margin`; ``others`` holds the rejected one's. Raises Misfit for
-    answers that are empty or equal, and for two conversations that have no message in common.
+    answers that are empty or equal, and for two that begin with nothing in common where a prompt is missing.
     """
     chosen, rejected = listed(row.fields["chosen"]), listed(row.fields["rejected"])
     if is_text(chosen) != is_text(rejected):
@@ -107,10 +107,12 @@ def is_text(value: Any) -> bool:
 def _texts(row: Row, chosen: Any, rejected: Any) -> tuple[Example, Example]:
     prompt = listed(row.fields.get("prompt"))
     answers = text_of(chosen, "chosen"), text_of(rejected, "rejected")
-    if prompt is None:
-        raise Misfit("a row of strings needs `prompt` beside `chosen` and `rejected`; messages may do without")
     if answers[0] == answers[1]:
         raise Misfit("chosen and rejected are the same, so there is nothing to prefer")
+    if prompt is None:
+        asked = implicit_prompt(*answers)
+        first, second = (Example(row, text=text, prompt_text=asked, implicit=True) for text in answers)
+        return first, second
     if is_text(prompt):
         first, second = (Example(row, text=prompt + text, prompt_text=prompt) for text in answers)
         return first, second
@@ -119,6 +121,21 @@ def _texts(row: Row, chosen: Any, rejected: Any) -> tuple[Example, Example]:
         conversation(row, [*turns, {"role": "assistant", "content": text}], len(turns)) for text in answers
     )
     return first, second
+
+
+def implicit_prompt(chosen: str, rejected: str) -> str:
+    """The whole words that two texts begin with. Raises Misfit where nothing says what is asked, or answered."""
+    asked = chosen[: next(iter(shared_beginnings(chosen, rejected)), 0)]
+    if not asked.strip():
+        raise Misfit(
+            "chosen and rejected begin with no word in common that could be their prompt: write it as `prompt`"
+        )
+    for part, whole, text in (("chosen", "rejected", chosen), ("rejected", "chosen", rejected)):
+        if not text[len(asked) :].strip():
+            raise Misfit(
+                f"{whole} begins with all of {part}, which leaves {part} no answer: write the prompt as `prompt`"
+            )
+    return asked
 
 
 def _chats(row: Row, chosen: Any, rejected: Any) -> tuple[Example, Example]:

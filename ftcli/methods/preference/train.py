@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, Unpack
+from typing import TYPE_CHECKING, Any, ClassVar, Unpack
 
 from ftcli.config.recipe import Recipe
 from ftcli.data.ledger import raise_without_images
@@ -13,9 +13,18 @@ from ftcli.data.prepare import PreparedData
 from ftcli.data.tokens import TokenizedRow, TokenTable
 from ftcli.errors import Finding
 from ftcli.evaluate.suite import Evaluator
+from ftcli.facts.adapters import start_folder
 from ftcli.job import Job
 from ftcli.judges import Judge
-from ftcli.methods.preference.checks import beta_of, caches, compares, losses_of, needs_second_model, other_model
+from ftcli.methods.preference.checks import (
+    beta_of,
+    caches,
+    compares,
+    losses_of,
+    needs_second_model,
+    other_model,
+    start_adapter,
+)
 from ftcli.methods.preference.evaluate import ComparedEvaluator, PairEvaluator
 from ftcli.methods.preference.figures import stop_findings
 from ftcli.methods.preference.losses import PairLoss
@@ -24,9 +33,14 @@ from ftcli.methods.preference.pairs import epochs_of_pairs, pair_findings, synth
 from ftcli.methods.preference.reference import Reference
 from ftcli.methods.preference.reference import scored_ahead as pairs_ahead
 from ftcli.methods.preference.settings import PreferenceConfig
+from ftcli.model.initial_adapters import remember_start
+from ftcli.model.initial_adapters import start_of as started
 from ftcli.run.process_group import RankGroup
 from ftcli.train.on_rows import ObjectiveParts, RowMethod
 from ftcli.train.progress import TrainingRows
+
+if TYPE_CHECKING:
+    from ftcli.train.loop import TrainerHooks, TrainingLoop
 
 
 class Compared(RowMethod):
@@ -49,8 +63,25 @@ class Compared(RowMethod):
         *,
         keep: bool = True,
     ) -> Any:
-        """Scores the reference ahead where that pays."""
+        """Scores the reference ahead where that pays. Of adapters that are gone on from it is what they are now."""
+        if start_adapter(job.recipe) is not None:
+            remember_start(model)
         return replace(self.scored_ahead(job, model, epochs, held_out, group, keep=keep), model=reference)
+
+    def build(
+        self,
+        job: Job,
+        model: Any,
+        epochs: Epochs,
+        hooks: TrainerHooks,
+        group: RankGroup | None,
+        reference: Any = None,
+    ) -> TrainingLoop:
+        """The loop. Beside another model, too, the policy is held to its own start before the first step."""
+        lora = job.recipe.lora
+        if lora is not None and lora.start_from is not None and not started(model):
+            remember_start(model)
+        return super().build(job, model, epochs, hooks, group, reference)
 
     def ask_other(
         self, job: Job, model: Any, epochs: Epochs | None, held_out: Sequence[TokenizedRow], group: RankGroup | None
@@ -62,6 +93,9 @@ class Compared(RowMethod):
     def needs_reference(self, recipe: Recipe) -> bool:
         """Of adapters the reference is the model without them; else it may be scored before the model changes."""
         return needs_second_model(recipe)
+
+    def start_of(self, recipe: Recipe) -> str | None:
+        return start_adapter(recipe)
 
     def held_out_findings(self, before: Mapping[str, float], after: Mapping[str, float]) -> Iterator[Finding]:
         """A model that has forgotten to stop."""
@@ -135,6 +169,8 @@ def start_of(recipe: Recipe) -> str:
     other = other_model(recipe)
     if other is not None:
         return other.model.name_or_path
+    if (start := start_adapter(recipe)) is not None:
+        return f"the adapter in {start_folder(start)} as it was loaded"
     if recipe.lora is not None:
         return "the model without its adapters"
     return "the model as it starts" if caches(recipe, "surely") else "a second copy of the model as it starts"

@@ -52,6 +52,8 @@ def asked_for(context: Context) -> OtherModel | None:
     """The model that the recipe's method asks under this command; None for none."""
     if context.method.asks is None or not context.reads_data or context.command == "sample":
         return None
+    if context.work == "eval" and context.method.scores is None:  # held-out rows are not compared with it
+        return None
     found: OtherModel | None = code_of(context.method.asks)(context.recipe)
     return found
 

@@ -4,7 +4,9 @@ prompts, turns of ShareGPT with `from` and `value`, and rows that are tokenized 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from itertools import accumulate, takewhile
 from typing import Any
 
 from ftcli.labels import IGNORE_INDEX
@@ -22,6 +24,11 @@ from ftcli.rows.layouts.messages import (
 from ftcli.rows.row import Example, Message, Misfit, Row
 from ftcli.tables import layouts
 
+#: A letter or digit of a script that parts words; each one of the others (Chinese, Japanese) is a piece of its own.
+_LETTER = r"[^\W\u2e80-\u30ff\u3400-\u9fff\uf900-\ufaff\U00020000-\U0003ffff][\u0300-\u036f]*"
+#: A word or number (`don't`, `3.14`), or any other character.
+_PIECE = re.compile(rf"(?:{_LETTER})+(?:[.,'\u2019](?:{_LETTER})+)*|.", re.DOTALL)
+
 
 def understand_text(row: Row) -> Example:
     """``{"text": "..."}``."""
@@ -32,6 +39,15 @@ def pair(row: Row) -> Example:
     """``{"prompt": "...", "completion": "..."}``; the prompt may be empty."""
     prompt = text_of(row.fields["prompt"], "prompt", empty=True)
     return Example(row, text=prompt + text_of(row.fields["completion"], "completion"), prompt_text=prompt)
+
+
+def shared_beginnings(one: str, other: str) -> list[int]:
+    """Where the beginning that two texts share may end, from the longest on: after a whole word, and first of all, as
+    in TRL, before a space that follows it.
+    """
+    pieces = zip(_PIECE.findall(one), _PIECE.findall(other), strict=False)
+    ends = list(accumulate(len(piece) for piece, _ in takewhile(lambda both: both[0] == both[1], pieces)))
+    return [place for end in reversed(ends) for place in ((end - 1, end) if one[end - 1] == " " else (end,))]
 
 
 def text_of(value: Any, name: str, *, empty: bool = False) -> str:

@@ -22,11 +22,6 @@ from ftcli.units import number
 Show = Callable[[float], str]
 
 
-def percent(value: float) -> str:
-    """A share as ``12.3%``."""
-    return f"{100 * value:.1f}%"
-
-
 def or_dash(value: object, show: Show = number) -> str:
     """A number as ``show`` writes it; a dash for everything else."""
     return show(value) if is_number(value) else "–"

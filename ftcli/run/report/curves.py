@@ -10,10 +10,10 @@ from markupsafe import Markup
 
 from ftcli.plain import JsonMap, map_in, maps, number_or_none
 from ftcli.run.metrics import MetricsLine
-from ftcli.run.report.charts import ChartLook, Series, line_chart, percent
+from ftcli.run.report.charts import ChartLook, Series, line_chart
 from ftcli.tables import code_of
 from ftcli.tables.methods import Method
-from ftcli.units import GIB
+from ftcli.units import GIB, is_share, percent
 
 Lines = Sequence[MetricsLine]
 #: Shares that stay below this are not drawn on an axis that goes up to 1.
@@ -61,6 +61,7 @@ def _alone(title: str, metric: str, name: str, *, share: bool = False, log: bool
 _SUPERVISED = (
     Chart("Loss", (Curve("loss", "training", smooth=True), Curve("eval_loss", "held-out", dots=True)), log=True),
     Chart("Held-out token accuracy", (Curve("eval_token_accuracy", "token accuracy", dots=True),), share=True),
+    _alone("Tokens whose likeliest is the teacher's", "teacher_agreement", "agreement", share=True),
 )
 _ENDS = ("completions/min_length", "completions/max_length")
 _OF_REWARDS = (
@@ -161,8 +162,9 @@ def _drawn(chart: Chart, lines: Lines, look: ChartLook) -> Markup:
         return Markup()
     levels = {} if chart.base is None else {"base model": chart.base}
     how = replace(look, from_zero=chart.from_zero, log=chart.log, note=chart.note)
-    if chart.share:
-        highest = max(value for one in series for _, value in one.finite)
+    values = [value for one in series for _, value in one.finite]
+    if chart.share and is_share(*values, *levels.values()):  # what a function of the user's returns need not be one
+        highest = max(values)
         how = replace(how, limits=None if 0 < highest <= _SMALL_SHARE else (0.0, 1.0), from_zero=True, show=percent)
     return line_chart(chart.title, series, how, levels)
 

@@ -26,7 +26,6 @@ from ftcli.run.report.charts import (
     grid,
     key,
     or_dash,
-    percent,
     round_ticks,
     short,
     tag,
@@ -34,7 +33,7 @@ from ftcli.run.report.charts import (
 )
 from ftcli.run.report.samples import ClippedText, clipped
 from ftcli.run.report.tables import Table
-from ftcli.units import number
+from ftcli.units import number, percent
 
 #: Bars of a histogram, about; dots of a scatter plot, and stretches whose medians are joined.
 _BARS, _DOTS, _STRETCHES = 30, 600, 8

@@ -26,11 +26,11 @@ from ftcli.run.directory import RunDirectory
 from ftcli.run.metrics import read_metrics
 from ftcli.run.recipe_changes import recipe_in, settings_of
 from ftcli.run.report import curves, margins, samples, tables
-from ftcli.run.report.charts import ChartLook, Series, count, line_chart, or_dash, percent, printable
+from ftcli.run.report.charts import ChartLook, Series, count, line_chart, or_dash, printable
 from ftcli.run.status import Status, read_status
 from ftcli.run.summary import RunSummary, damage_of, summarise
 from ftcli.tables import methods
-from ftcli.units import duration, gib
+from ftcli.units import duration, gib, percent, score
 
 #: What a page may load: nothing but its own style.
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
@@ -268,7 +268,7 @@ def result_rows(comparison: Comparison) -> list[tuple[str, list[str]]]:
         ("held-out loss", [or_dash(run.eval_loss) for run in runs]),
         ("held-out, in the right order", [or_dash(run.preferred, percent) for run in runs]),
         ("held-out token accuracy", [or_dash(run.token_accuracy, percent) for run in runs]),
-        *((name, [or_dash(run.tasks.get(name), percent) for run in runs]) for name in _tasks(runs)),
+        *((name, [or_dash(run.tasks.get(name), score) for run in runs]) for name in _tasks(runs)),
         ("tokens", [count(run.tokens) for run in runs]),
         ("tokens/s, median", [or_dash(run.tokens_per_second) for run in runs]),
         ("peak memory, GiB", [or_dash(run.peak_memory_bytes, gib) for run in runs]),

@@ -15,11 +15,11 @@ from ftcli.config.recipe import Recipe
 from ftcli.plain import JsonMap, JsonObject, is_number, map_in, maps, number_or_none, numbers_of
 from ftcli.run.metrics import MetricsLine
 from ftcli.run.recipe_changes import leaves
-from ftcli.run.report.charts import Show, as_text, count, or_dash, percent, short
+from ftcli.run.report.charts import Show, as_text, count, or_dash, short
 from ftcli.run.status import Status
 from ftcli.tables import code_of, methods, quantizations
 from ftcli.tables.methods import Method
-from ftcli.units import duration, gib, number
+from ftcli.units import duration, gib, is_share, number, percent
 
 #: Key in eval.json, label, whether more is better (1) or worse (-1), and how it is written.
 _SCORES: tuple[tuple[str, str, int, Show], ...] = (
@@ -74,7 +74,8 @@ def key_facts(metrics: Sequence[MetricsLine], evaluation: JsonMap, status: Statu
     for task in maps(tuned.get("tasks")):
         before = next((t.get("value") for t in maps(base.get("tasks")) if t.get("name") == task.get("name")), None)
         if is_number(task.get("value")):
-            facts.append(Fact(str(task.get("name")), percent(task["value"]), _of_base(before, percent)))
+            show = _show_of(before, task["value"])
+            facts.append(Fact(str(task.get("name")), show(task["value"]), _of_base(before, show)))
     return [*facts, *_work_facts(metrics, status)]
 
 
@@ -123,9 +124,14 @@ def score_rows(evaluation: JsonMap, method: Method | None = None) -> list[Score]
         cut = [side["cut"] for side in (before, after) if isinstance(side.get("cut"), int)]
         if any(cut):
             label += f"; answers cut off: {', then '.join(count(each) for each in cut)}"
-        found.append(_score(label, before.get("value"), after.get("value"), 1, percent))
+        values = before.get("value"), after.get("value")
+        found.append(_score(label, *values, 1, _show_of(*values)))
     found += _harness(map_in(base, "lm_eval"), map_in(tuned, "lm_eval"))
     return [score for score in found if score is not None]
+
+
+def _show_of(*scores: Any) -> Show:
+    return percent if is_share(*filter(is_number, scores)) else number
 
 
 def _harness(base: JsonMap, tuned: JsonMap) -> list[Score | None]:

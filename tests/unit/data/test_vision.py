@@ -209,6 +209,25 @@ def test_the_cache_knows_images_again_and_pixels_that_have_changed(tmp_path: Pat
     assert codes(caught) == [("FT416", 1)]
 
 
+def test_a_changed_image_is_another_row_also_where_the_file_that_names_it_is_the_same(tmp_path: Path) -> None:
+    """Nothing but the removal of the cache got such a run to start again."""
+    rows = [{"images": [name], **chat(shown("q"), "a")} for name in ("a.png", "b.png")]
+    path, cache = write(tmp_path, rows, {"a.png": picture(), "b.png": picture()}), tmp_path / "cache"
+    prepared(path, cache=cache)
+    (tmp_path / "a.png").write_bytes(picture(41, 30))
+    changed = prepared(path, cache=cache)
+    assert changed.from_cache == (False,)
+    PixelReader(seen(), torch.float32).of(changed.sequences[:])
+    assert prepared(path, cache=cache).from_cache == (True,)
+    (tmp_path / "a.png").write_bytes(b"\x88PNG")
+    with pytest.raises(FtcliError) as caught:
+        prepared(path, cache=cache)
+    assert codes(caught) == [("FT412", 1)]
+    assert len(prepared(path, cache=cache, max_bad_rows=1).sequences) == 1
+    (tmp_path / "a.png").write_bytes(picture())
+    assert len(prepared(path, cache=cache, max_bad_rows=1).sequences) == 2
+
+
 def test_digests_tell_rows_with_other_images_apart(tmp_path: Path) -> None:
     row = {"images": ["a.png"], **chat(shown("q"), "a")}
     one = prepared(write(tmp_path, [row], {"a.png": picture()})).sequences.digest()

@@ -110,6 +110,30 @@ def test_what_is_said_between_turns_is_as_if_it_had_stood_there(model_type: str,
         assert engine._tools.pool.free == layout.pages - 1, "all pages are free again"
 
 
+def test_others_begin_while_all_wait_for_tools() -> None:
+    """Turns of one length end together. Nobody waits for tools while a prompt waits for a place."""
+
+    class AllAtOnce(Scripted):
+        def given(self, *, wait: bool) -> list[tuple[int, int, list[int] | None]]:
+            if wait:
+                begun.append(len(self.turns))
+            return super().given(wait=True) if wait else []
+
+    class ThreeTokens:
+        ids: frozenset[int] = frozenset()
+
+        def stopped(self, tokens: Sequence[int]) -> bool:
+            return len(tokens) == 3
+
+    begun: list[int] = []
+    model = build("llama").requires_grad_(False)
+    engine = Engine(Forward(model, PLAN, CPU), EngineLayout(2, 60, False), LONGEST, PLAN, CPU)
+    stopping: Any = ThreeTokens()
+    made = engine.converse(requests(), SAMPLING, stopping, AllAtOnce())
+    assert begun[0] == 8, "all completions had their first turn"
+    assert all(one.given for each in made for one in each)
+
+
 def test_pages_stay_between_turns_and_are_not_computed_again() -> None:
     model = build("llama").requires_grad_(False)
     layout = EngineLayout(8, 8 * pages_of(LONGEST) + 1, False)

@@ -107,6 +107,27 @@ def test_what_no_further_try_helps_ends_the_run(status: int, body: bytes) -> Non
     assert error.value.exit_code == ExitCode.DATA
 
 
+@pytest.mark.parametrize(
+    ("status", "body", "tries", "said"),
+    [
+        (200, b"<html>bad gateway</html>", 3, "chat completions do, and so in 2 further tries"),
+        (200, b'{"choices": []}', 3, "did not answer as"),
+        (400, b"longer than the context", 1, "answered 400: longer than the context"),
+    ],
+)  # fmt: skip
+def test_a_server_that_has_answered_before_fails_on_a_completion(
+    status: int, body: bytes, tries: int, said: str
+) -> None:
+    """A proxy's page, or a completion that is too long for the judge, does not end a run of days."""
+    answers: list[tuple[int, bytes | str]] = [(200, "4"), *[(status, body)] * tries, (200, "5")]
+    with chat_server(lambda number, _: (answers[number][0], {}, answers[number][1])) as server:
+        of = judge(server, retries=2, concurrency=1)
+        assert scores(of, "a").values == [4.0]
+        found = scores(of, "b", "c")
+    assert found.values == [None, 5.0]
+    assert said in str(found.example)
+
+
 def test_another_address_is_not_told_the_key() -> None:
     with (
         chat_server(lambda *_: (200, {}, "1")) as other,

@@ -172,6 +172,14 @@ def trls(calls: list[tuple[str, dict[str, Any]]]) -> list[tuple[str, str]]:
     return found
 
 
+def test_its_state_is_its_public_attributes(counters: EnvironmentPool) -> None:
+    (one,) = begun(counters, {"start": 1, "odd": {1, 2}})
+    one.call([("add", {"by": 2})], None)
+    assert one.state() == {"count": 3}, "the row holds a set, which is no JSON value"
+    one.worker.end()
+    assert one.state()["count"] == 3
+
+
 def test_coroutines_of_a_turn_run_together(counters: EnvironmentPool) -> None:
     (one,) = begun(counters, {})
     one.call([("later", {"seconds": 0.0})], None)  # asyncio is imported now
@@ -193,6 +201,31 @@ def test_what_ends_the_process_does_not_end_the_rollout(counters: EnvironmentPoo
     os.kill(one.worker._process.pid, signal.SIGKILL)  # as when the machine runs out of memory
     one.worker._process.wait()
     assert one.call([("add", {"by": 1})], None)[0].content == "8"
+
+
+def test_processes_that_are_killed_while_they_are_brought_back_lose_nothing(
+    counters: EnvironmentPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine that is short of memory kills the next one as well: of what makes, resets and calls each is cut off."""
+    do, left = Worker.do, {"make": 1, "reset": 1, "call": 1, "describe": 1}
+
+    def killed(worker: Worker, what: str, *given: Any, seconds: float) -> Any:
+        if left.get(what) and worker._process.poll() is None:
+            left[what] -= 1
+            os.kill(worker._process.pid, signal.SIGKILL)
+            worker._process.wait()
+        return do(worker, what, *given, seconds=seconds)
+
+    monkeypatch.setattr(Worker, "do", killed)
+    (one,) = begun(counters, {"start": 1})
+    assert one.call([("add", {"by": 2})], None) == [ToolResult("add", "3", failed=False)]
+    assert one.facts().name == "Counter"
+    left.update(make=1, reset=1, call=1, reward=1)
+    one.reset({"start": 1})
+    one.call([("add", {"by": 2})], None)
+    left.update(make=1, reset=1, call=1)
+    one.worker.end()
+    assert one.reward() == 3.0
 
 
 def test_a_late_call_is_killed_and_the_rollout_goes_on(tmp_path: Path) -> None:

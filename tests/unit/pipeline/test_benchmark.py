@@ -82,7 +82,15 @@ def test_only_like_is_compared_with_like(loaded: LoadedRecipe) -> None:
     assert on_cpu.predicted_peak_bytes is not None
     assert on_cpu.predicted_allocated_bytes is None  # the peak is the whole process' there
     fewer = replace(options, layers=4)
-    assert predicted_memory(report_of(loaded, options, "h200"), fewer) == PredictedMemory()
+    report = report_of(loaded, options, "h200")
+    assert predicted_memory(report, fewer) == PredictedMemory()
+    # Graphs took what all layers need: 20 GiB too many of 8 layers of Qwen3-30B-A3B.
+    of_fewer = benchmark._of_first_layers(report, fewer, 0).memory
+    assert report.memory is not None
+    assert of_fewer is not None
+    assert report.facts.shape is not None
+    assert report.memory.graph_pool_bytes > 0
+    assert of_fewer.graph_pool_bytes == report.memory.graph_pool_bytes * 4 // report.facts.shape.num_layers
 
 
 def test_a_benchmark_of_a_recipe_of_pairs_plans_the_pairs_that_it_times(tmp_path: Path) -> None:

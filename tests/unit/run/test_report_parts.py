@@ -17,7 +17,8 @@ from ftcli.run.metrics import MetricsWriter
 from ftcli.run.report import LiveProgress, LiveReport, page, render_report
 from ftcli.run.report.curves import curves
 from ftcli.run.report.samples import SHOWN_ROWS, compared, sampled, samples
-from ftcli.run.report.tables import key_facts
+from ftcli.run.report.tables import key_facts, score_rows
+from ftcli.train.progress import held_out
 from tests.unit.run.test_report import HOSTILE, Page
 
 
@@ -108,6 +109,20 @@ def test_rewards_take_the_place_of_a_loss_that_says_nothing() -> None:
     assert text.count("<polygon") >= 3  # reward, exact, lengths
     assert [fact.label for fact in key_facts(lines, {}, None)][:1] == ["Last reward"]
     assert "loss" not in str(key_facts(lines, {}, None)).lower()
+
+
+def test_what_a_function_returns_is_a_share_only_within_0_and_1() -> None:
+    both = {
+        side: {"tasks": [{"name": "words", "value": value, "count": 9}]} for side, value in (("base", 0.5), ("run", 12))
+    }
+    fact = key_facts([], both, None)[0]
+    assert (fact.value, fact.note) == ("12", "base model 0.5")
+    assert [(row.before, row.after, row.change) for row in score_rows(both)] == [("0.5", "12", "+11.5")]
+    assert held_out({"eval_words": 12.0, "eval_right": 0.5}) == {"words": "12", "right": "50.0%"}
+    drawn = curves([rewarded(step) | {"eval_words": 3.0 * step} for step in (1, 2)], both, [])
+    text = "".join([*drawn[0], *drawn[1]]).split("<b>Held-out words</b>")[1].split("</svg>")[0]
+    assert "base model 0.5" in text
+    assert "%" not in text
 
 
 def test_entropy_clipping_groups_and_time_of_rewarded_runs_are_drawn() -> None:

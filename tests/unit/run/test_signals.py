@@ -100,12 +100,14 @@ def test_a_library_that_catches_exceptions_does_not_notice_the_stop() -> None:
         pytest.fail("the library went on")
 
 
-def test_a_library_that_makes_another_error_of_the_stop_does_not_hide_it() -> None:
+@pytest.mark.parametrize("other", [RuntimeError("Failed to import"), FtcliError.single("FT727", "cannot be read")])
+def test_a_library_that_makes_another_error_of_the_stop_does_not_hide_it(other: Exception) -> None:
+    """As transformers' lazy imports and pydantic's serializers do, and ftcli with the errors of either."""
     with StopRequest() as stop, pytest.raises(StopRequested, match="loading"), stop.interruptible("loading"):  # noqa: PT012
         try:
             send("SIGTERM")
-        except BaseException as error:  # as transformers' lazy imports do with what they catch
-            raise RuntimeError("Failed to import") from error
+        except BaseException as error:
+            raise other from error
 
 
 def test_a_stop_at_the_very_end_of_a_phase_is_a_stop_all_the_same() -> None:

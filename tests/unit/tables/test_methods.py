@@ -113,7 +113,7 @@ def test_every_code_reference_resolves() -> None:
 
 def test_each_command_has_its_method() -> None:
     assert methods.commands() == ("train", "grpo")
-    assert methods.names() == ("sft", "dpo", "orpo", "simpo", "reward", "kto", "distill")
+    assert methods.names() == ("sft", "dpo", "orpo", "simpo", "reward", "kto", "distill", "distill_offline")
 
 
 def test_a_method_that_names_no_measurement_of_rows_is_refused_by_eval(

@@ -54,6 +54,7 @@ def test_it_passes_check_on_pairs(
     ours["data"] |= {"train": ["bundled:smoke-dpo-train"], "eval": ["bundled:smoke-dpo-eval"], "max_seq_len": 512}
     ours["train"]["optim"] = "adamw_torch"  # bitsandbytes is not installed everywhere
     ours["data"].pop("chat_template", None)
+    ours.get("lora", {}).pop("start_from", None)  # which is not there
     if "reference" in ours["preference"]:
         ours["preference"]["reference"] = "bundled:tiny-gemma2"
     Path("ours.yaml").write_text(yaml.safe_dump(ours))
@@ -191,6 +192,10 @@ def test_what_is_learnt(tool: str, lines: str, expected: dict[str, Any], made: M
         ("axolotl", "rl: dpo\ndatasets: [{path: a.jsonl, type: llama3.ultra}]\n", "FT161", "the template `llama3`"),
         ("axolotl", "rl: dpo\ndatasets: [{path: a.jsonl, type: zephyr.nectar}]\n", "FT162", "zephyr.nectar"),
         ("axolotl", "rl: dpo\ndatasets: [{path: a.jsonl, type: chat_template.default}]\n", "FT162", "one message"),
+        ("axolotl", "rl: dpo\nadapter: lora\nlora_model_dir: a\n", "FT161", "the adapter as it was loaded"),
+        ("llama-factory", "adapter_name_or_path: a\n", "FT161", "with the raw base, which preference.reference names"),
+        ("llama-factory", "adapter_name_or_path: a,b\n", "FT160", "`adapter_name_or_path`"),
+        ("llama-factory", "pref_loss: simpo\nadapter_name_or_path: a\n", "FT161", "goes on from the adapter in `a`"),
         ("axolotl", "rl_beta: 0.1\n", "FT160", "`preference.beta` is left out"),
         ("llama-factory", "pref_ftx: 0.2\n", "FT161", "`pref_ftx` weighs"),
         ("llama-factory", "ld_alpha: 0.5\n", "FT161", "there the policy's alone"),

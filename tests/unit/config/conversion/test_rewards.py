@@ -85,7 +85,7 @@ def test_what_is_learnt(tool: str, text: str, expected: dict[str, Any], made: Ma
         ("trl", TRL + "ref_model_name_or_path: other\n", "FT160", "`ref_model_name_or_path`"),
         ("trl", TRL + "use_peft: true\nlora_dropout: 0.1\n", "FT161", "switches dropout off"),
         ("axolotl", AXOLOTL + "sample_packing: true\n", "FT162", "not offered with reward modelling"),
-        ("llama-factory", FACTORY + "adapter_name_or_path: a\n", "FT160", "`adapter_name_or_path`"),
+        ("llama-factory", FACTORY + "adapter_name_or_path: a\n", "FT161", "goes on from the adapter in `a`"),
         ("llama-factory", FACTORY + "pref_beta: 0.1\n", "FT160", "`preference.beta` is left out"),
         (
             "axolotl",

@@ -124,6 +124,17 @@ def test_a_pair_is_one_answer_of_either_label(prepared: Prepare, tokenizer: PreT
     assert (ledger.rows, ledger.made_rows, ledger.kept_rows, ledger.counts["pairs_split"]) == (2, 4, 4, 2)
 
 
+def test_a_pair_of_strings_without_a_prompt_is_one_answer_of_either_label(
+    prepared: Prepare, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    found = prepared([{"chosen": "It is four.", "rejected": "It is forty."}])
+    assert [(answer.rpartition(".")[0], label) for _, answer, label in read(found, tokenizer)] == [
+        (" four", 1.0),
+        (" forty", -1.0),
+    ]
+    assert [finding.code for finding in found.findings] == ["FT460"]
+
+
 def test_only_the_last_answer_is_scored_and_no_tool_s_turn_in_it(
     prepared: Prepare, tokenizer: PreTrainedTokenizerBase
 ) -> None:

@@ -28,7 +28,7 @@ from ftcli.methods.preference.reference import (
     steps_of,
 )
 from ftcli.methods.preference.settings import PreferenceConfig
-from ftcli.model.initial_adapters import remember_initial
+from ftcli.model.initial_adapters import remember_initial, remember_start
 from ftcli.model.patch import patch
 from tests.unit.methods.preference import steps
 from tests.unit.methods.preference.steps import PADDED, UNPADDED, epochs_of_pairs, objective_of, require_same, step
@@ -164,7 +164,7 @@ def job_of(folder: Path | None = None, batches: Any = PADDED, said: list[str] | 
         train=train,
         preference=PreferenceConfig.model_validate(of_recipe.pop("preference", {})),
         quantization=QuantizationConfig.model_validate(of_recipe.pop("quantization", {})),
-        lora=of_recipe.pop("lora", "some"),
+        lora=of_recipe.pop("lora", SimpleNamespace(start_from=None)),
         launch=SimpleNamespace(is_sharded=False, context_parallel_size=1),
         model=SimpleNamespace(kernels=of_recipe.pop("kernels", "off")),
     )
@@ -277,6 +277,18 @@ def test_adapters_that_begin_as_a_part_of_the_weights_are_in_the_key(tmp_path: P
     assert known != plain
     next(p for p in model.parameters() if p.requires_grad).data.view(-1)[0] += 1
     assert reference_key(job, model, 1.0) != known
+
+
+def test_an_adapter_that_is_gone_on_from_is_in_the_key_with_its_scale(tmp_path: Path) -> None:
+    job, model = job_of(), steps.adapted_model(tmp_path)
+    known = [reference_key(job, model, 1.0)]
+    remember_start(model)
+    known.append(reference_key(job, model, 1.0))
+    next(p for p in model.parameters() if p.requires_grad).data.view(-1)[0] += 1
+    known.append(reference_key(job, model, 1.0))
+    model.peft_config["default"].lora_alpha *= 2
+    known.append(reference_key(job, model, 1.0))
+    assert len(set(known)) == 4
 
 
 def test_what_is_scored_ahead_is_what_each_step_computes(tmp_path: Path) -> None:

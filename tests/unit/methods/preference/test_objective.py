@@ -26,7 +26,7 @@ from ftcli.methods.preference.pairs import SCORED, ScoredAnswers
 from ftcli.model import attention
 from ftcli.model.backbone import base_of
 from ftcli.model.fused import stack_of
-from ftcli.model.initial_adapters import as_base, remember_initial
+from ftcli.model.initial_adapters import as_base, remember_initial, remember_start
 from ftcli.model.masks import mask_for
 from ftcli.model.patch import patch
 from ftcli.plan.batches import Batches
@@ -289,6 +289,29 @@ def test_whatever_is_trained_the_reference_stays_the_base(kind: dict[str, Any], 
     assert torch.equal(objective._of_reference(batch).sums, before)
     assert float((objective._scorer.score(model, batch).sums.detach() - before).abs().max()) > 1e-2
     assert [id(p) for p in model.parameters() if p.requires_grad] == [id(p) for p in trainable]
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")
+@pytest.mark.parametrize("kind", [{}, {"use_dora": True}, {"modules_to_save": ["lm_head"]}], ids=str)
+def test_of_an_adapter_that_is_gone_on_from_the_reference_is_what_it_was(kind: dict[str, Any], tmp_path: Path) -> None:
+    """Never the base: policy and reference begin as one model, and the reference stays it to the last bit."""
+    model = peft.get_peft_model(steps.base_model(tmp_path), peft.LoraConfig(**{**steps.LORA.to_dict(), **kind})).train()
+    steps.perturb(model)
+    remember_start(model)
+    objective = objective_of(model, started=False, beta=0.3)
+    batch = dict(objective.micro_batch([0, 1, 2], blank=False).inputs)
+    before = objective._of_reference(batch).sums
+    assert torch.equal(before, objective._scorer.score(model, batch).sums.detach())
+    base = objective._scorer.score(steps.base_model(tmp_path), batch).sums.detach()
+    assert float((base - before).abs().max()) > 1e-2
+    assert step(objective, model, [[0, 1, 2]])[0] == pytest.approx(math.log(2), abs=1e-7)
+    with torch.no_grad():
+        for parameter in (parameter for parameter in model.parameters() if parameter.requires_grad):
+            parameter += 0.1 * torch.randn_like(parameter) * parameter.abs().mean().clamp(min=0.05)
+    now = objective._scorer.score(model, batch).sums.detach()
+    assert torch.equal(objective._of_reference(batch).sums, before)
+    assert torch.equal(objective._scorer.score(model, batch).sums.detach(), now)
+    assert not torch.equal(now, before)
 
 
 def test_adapters_that_are_off_stay_off_within_and_are_on_again_afterwards(model: Any) -> None:

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from trl.data_utils import extract_prompt
 
 from ftcli.assets import asset
 from ftcli.config.data import DataConfig
@@ -187,6 +189,88 @@ def test_strings_have_no_template_and_end_with_the_end_of_sequence(
     ]
 
 
+#: Two strings without a prompt: what both begin with, up to a whole word, and whether TRL ends the prompt there.
+IMPLICIT: dict[str, tuple[str, str, str, bool]] = {
+    "words": ("The sky is", " blue.", " grey.", True),
+    "a line of its own": ("Human: 2?\n\nAssistant:\n", "four", "nine", True),
+    "two spaces": ("one  two ", " red", " blue", True),
+    "after a mark": ("<|assistant|>", "Yes", "No", True),
+    "Chinese": ("\u7b54\u6848\u662f", "\u56db\u3002", "\u4e94\u3002", True),
+    "parts of words": ("It is", " forty", " four", False),  # TRL: "It is fo"
+    "numbers": ("It is", " 3.14", " 3.15!", False),
+    "a word that goes on": ("I", " don't", " don", False),
+    "an accent": ("the", " cafe\u0301 is", " cafe is", False),
+}
+
+
+@pytest.mark.parametrize(("prompt", "chosen", "rejected", "as_in_trl"), IMPLICIT.values(), ids=IMPLICIT)
+def test_strings_without_a_prompt_have_the_words_that_both_begin_with(
+    prompt: str, chosen: str, rejected: str, as_in_trl: bool, prepared: Prepare, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    row = {"chosen": prompt + chosen, "rejected": prompt + rejected}
+    found, stated = prepared([row]), prepared([{"prompt": prompt, "chosen": chosen, "rejected": rejected}], "s.jsonl")
+    assert texts(found, tokenizer) == texts(stated, tokenizer)
+    (told,) = found.findings
+    assert (told.code, told.severity) == ("FT460", "note")
+    assert f"d.jsonl:1: {prompt[-24:]!r}, before {chosen!r} and {rejected!r}" in told.message
+    assert not stated.findings
+    assert (extract_prompt(row)["prompt"] == prompt) is as_in_trl
+
+
+def test_a_prompt_that_nobody_wrote_is_told_once(prepared: Prepare) -> None:
+    rows = [{"chosen": f"{n} is one", "rejected": f"{n} is two"} for n in range(3)]
+    (told,) = [finding for finding in prepared([PAIR, *rows]).findings if finding.code == "FT460"]
+    assert "3 rows have no `prompt`" in told.message
+    assert "d.jsonl:2: '0 is', before ' one' and ' two'" in told.message
+
+
+def with_tokens(tokenizer: PreTrainedTokenizerBase, *words: str) -> PreTrainedTokenizerBase:
+    """The byte tokenizer with a token for each of these words."""
+    own = copy.deepcopy(tokenizer)
+    document = json.loads(own.backend_tokenizer.to_str())
+    vocabulary = document["model"]["vocab"]
+    for word in words:
+        merged, *others = own.tokenize(word)
+        for piece in others:
+            document["model"]["merges"].append([merged, piece])
+            merged += piece
+            vocabulary.setdefault(merged, len(vocabulary))
+    own._tokenizer = Tokenizer.from_str(json.dumps(document))
+    return own
+
+
+@pytest.mark.parametrize(
+    ("chosen", "rejected", "prompt"),
+    [
+        ("we say it is so.", "we say it is not", "we say it"),  # " is so" is one token
+        ("we say it is so.", "we say it is soon", "we say it"),
+    ],
+)
+def test_no_token_reaches_from_an_implicit_prompt_into_an_answer(
+    chosen: str, rejected: str, prompt: str, prepared: Prepare, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Prompt and answer have the tokens of the whole text, and the prompt the same ones in both."""
+    joined = with_tokens(tokenizer, " is so")
+    rows = prepared([{"chosen": chosen, "rejected": rejected}], by=joined).sequences
+    for row, text in zip(rows, (chosen, rejected), strict=True):
+        assert (
+            row.input_ids == joined(f"{joined.bos_token}{text}{joined.eos_token}", add_special_tokens=False).input_ids
+        )
+        first = next(n for n, label in enumerate(row.labels) if label != IGNORE_INDEX)
+        assert row.input_ids[:first] == joined(f"{joined.bos_token}{prompt}", add_special_tokens=False).input_ids
+        assert row.labels[first:] == row.input_ids[first:]
+
+
+def test_strings_whose_first_words_are_within_a_token_have_no_prompt(
+    prepared: Prepare, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    ((where, said),) = refusal(
+        prepared, [{"chosen": "it is so", "rejected": "it is not"}], by=with_tokens(tokenizer, "it is so")
+    )
+    assert where == "d.jsonl:1"
+    assert said.startswith("FT412 chosen and rejected have no tokens in common")
+
+
 def test_only_what_the_assistant_says_after_the_prompt_is_scored(
     prepared: Prepare, showing: PreTrainedTokenizerBase
 ) -> None:
@@ -286,7 +370,20 @@ BROKEN: dict[str, tuple[Row, str]] = {
         {"prompt": "other", "chosen": [user("q"), says("a")], "rejected": [user("q"), says("b")]},
         "`prompt` is not among the messages",
     ),
-    "no prompt for strings": ({"chosen": "a", "rejected": "b"}, "a row of strings needs `prompt`"),
+    "strings that begin with different words": (
+        {"chosen": "it is", "rejected": "its"},
+        "begin with no word in common that could be their prompt",
+    ),
+    "strings that begin with a line break alone": ({"chosen": "\na", "rejected": "\nb"}, "no word in common"),
+    "equal strings without a prompt": ({"chosen": "q a", "rejected": "q a"}, "chosen and rejected are the same"),
+    "a string that begins with the other": (
+        {"chosen": "q: a", "rejected": "q: a, b"},
+        "rejected begins with all of chosen, which leaves chosen no answer",
+    ),
+    "a string within which the other ends": (
+        {"chosen": "q: a, b", "rejected": "q: a"},
+        "chosen begins with all of rejected, which leaves rejected no",
+    ),
     "a string and messages": ({**PAIR, "chosen": "good"}, "must both be strings, or both lists of messages"),
     "no rejected answer": ({"prompt": "q", "chosen": "a"}, "column 'rejected' is missing"),
     "broken JSON": ({**PAIR, "chosen": '[{"role": ', "rejected": '[{"role": '}, "text that is not JSON"),
