@@ -57,7 +57,7 @@ def trained_on(texts: list[str], normalizer: Any, splits: Any, model: Any, speci
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     fallback = [f"<0x{byte:02X}>" for byte in range(256)]
     words = [*specials, *(fallback if model.byte_fallback else [])]
-    given = {"initial_alphabet": [] if model.byte_fallback else alphabet}
+    given: Any = {"initial_alphabet": [] if model.byte_fallback else alphabet}
     made.train_from_iterator(
         texts, trainers.BpeTrainer(vocab_size=700, special_tokens=words, show_progress=False, **given)
     )
