@@ -243,7 +243,6 @@ def take_adapter(model: peft.PeftModel, folder: Path) -> None:
         tensor.copy_(stored[name])
 
 
-<<<<<<< HEAD
 def _other_scales(model: peft.PeftModel, folder: Path) -> list[str]:
     """Modules to which the adapter in ``folder`` gives another alpha (``alpha_pattern``) than the model has: its
     tensors would fit, and weigh more or less.
@@ -263,7 +262,8 @@ def _other_scales(model: peft.PeftModel, folder: Path) -> list[str]:
         if ours is not None and ours != wanted:
             found.append(f"alpha of {path} is {as_text(wanted)} there and {as_text(ours)} here (lora.alpha_pattern)")
     return found
-=======
+
+
 @torch.no_grad()
 def compare_with_start(model: peft.PeftModel, folder: Path) -> None:
     """Notes the adapter in ``folder``, from which the frozen one that is loaded was trained, as the model's start.
@@ -277,7 +277,6 @@ def compare_with_start(model: peft.PeftModel, folder: Path) -> None:
     for parameter, value in loaded:
         parameter.copy_(value)
         parameter.requires_grad_(False)
->>>>>>> main
 
 
 def _require_expressions(model: PreTrainedModel, folder: Path) -> None:
