@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -95,7 +95,7 @@ def names_of(names: Sequence[str], architecture: Architecture) -> TensorNames:
         FtcliError: FT756 for a tensor that llama.cpp has no place for.
     """
     table = _table(names, architecture)
-    left_out = [name for name in names if _OTHER_PARTS.search(name)]
+    left_out = [name for name in names if is_other_part(name)]
     values = {name: key for name in names if (key := activation_key(name)) and architecture.activation == "xielu"}
     stored: dict[str, str] = {}
     for name in names:
@@ -108,6 +108,11 @@ def names_of(names: Sequence[str], architecture: Architecture) -> TensorNames:
     if architecture.all_biases:
         _require_biases(stored, architecture)
     return TensorNames(stored, left_out, values)
+
+
+def is_other_part(name: str) -> bool:
+    """True for a tensor of a tower or a projector."""
+    return _OTHER_PARTS.search(name) is not None
 
 
 def activation_key(name: str) -> tuple[str, int] | None:
@@ -392,13 +397,13 @@ def require_gguf_package() -> None:
         raise FtcliError.single("FT758", message, exit_code=ExitCode.PREFLIGHT, help=help) from error
 
 
-def require_quantizer(kinds: Sequence[str]) -> str:
-    """The program that makes K-quants; empty where none of the types is one.
+def require_quantizer(kinds: Sequence[str], others: Collection[str] = ()) -> str:
+    """The program that makes K-quants, and the types ``others``; empty where none of the types is one.
 
     Raises:
         FtcliError: FT758 (exit 3) where it is not on the PATH.
     """
-    made = [TYPES[kind].ggml for kind in kinds if TYPES[kind].quantized_by is not None]
+    made = [TYPES[kind].ggml for kind in kinds if TYPES[kind].quantized_by is not None or kind in others]
     program = shutil.which(LLAMA_QUANTIZE) if made else ""
     if program is None:
         raise no_quantizer(f"{made[0]} is made by llama.cpp's {LLAMA_QUANTIZE}, which is not on the PATH")

@@ -1,4 +1,4 @@
-"""Makes the pictures in docs/pictures: trains three smoke recipes and looks at their reports in Chromium.
+"""Makes the pictures in docs/pictures: trains smoke recipes and looks at their reports in Chromium.
 
     python docs/tools/report_pictures.py
 
@@ -100,17 +100,32 @@ def of_pairs(browser: Browser, folder: Path) -> None:
     browser.picture(PICTURES / "report-pairs.webp", of=section("Held-out pairs"), height=960)
 
 
+def of_betas(browser: Browser, folder: Path) -> None:
+    """Pictures of a sweep over beta, and of one of its runs."""
+    settings = (
+        "preference.beta=0.03,0.1,0.3,1",
+        f"preference.reference_cache={folder}/reference",
+        "train.max_steps=40",
+    )
+    if start("sweep", "smoke-dpo.yaml", folder / "betas", *settings).wait() != 0:
+        raise SystemExit("ftcli sweep has failed")
+    browser.open(folder / "betas" / "preference.beta=0.1" / "report.html", width=1100)
+    browser.picture(PICTURES / "curves-pairs.webp", of=section("Curves"), height=735)
+    browser.open(folder / "betas" / "comparison.html", width=1100)
+    browser.picture(PICTURES / "compare-betas.webp", of=section("Curves"))
+
+
 def main() -> None:
     """Writes all pictures, or those of one command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=("train", "grpo", "pairs"))
+    parser.add_argument("--only", choices=("train", "grpo", "pairs", "betas"))
     only = parser.parse_args().only
     program = find_browser()
     if program is None:
         raise SystemExit("no Chromium or Chrome is installed")
     PICTURES.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as temporary, open_browser(program, Path(temporary) / "profile") as browser:
-        for name, make in (("train", of_training), ("grpo", of_grpo), ("pairs", of_pairs)):
+        for name, make in (("train", of_training), ("grpo", of_grpo), ("pairs", of_pairs), ("betas", of_betas)):
             if only in (None, name):
                 make(browser, Path(temporary))
 

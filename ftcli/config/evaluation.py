@@ -187,6 +187,11 @@ class GgufConfig(Section):
         " are.",
     )
     lora_adapter: bool = Field(default=False, description="Also write the adapter alone, for llama.cpp's `--lora`.")
+    converter: PathText | None = Field(
+        default=None,
+        description="llama.cpp's own converter, for families that ftcli has no table of and for projectors of images: "
+        "a checkout of llama.cpp, its `convert_hf_to_gguf.py`, or the program; absent: what is on the PATH.",
+    )
 
 
 class CalibrationConfig(Section):

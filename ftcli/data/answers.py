@@ -354,10 +354,11 @@ def spells(tokenizer: PreTrainedTokenizerBase) -> bool:
     model, added = backend.model, backend.get_added_tokens_decoder().values()
     if type(model).__name__ != "BPE" or model.dropout or any(token.single_word for token in added):
         return False
-    kinds = {token.normalized for token in added}
+    late = [token.content for token in added if token.normalized]
+    early = [token.content for token in added if not token.normalized]
     splits, changes = _parts(backend.pre_tokenizer), _parts(backend.normalizer)
-    if len(kinds) > 1 or (changes and True in kinds):
-        return False  # added tokens are looked for twice, or in another text
+    if (late and changes) or any(_meet(one, other) for one in early for other in late):
+        return False  # some added tokens are looked for after others, or in another text
     known = {"ByteLevel", "Split", "Digits", "Metaspace"}
     if any(part["type"] not in known or part.get("behavior") == "Removed" for part in splits):
         return False
@@ -370,6 +371,12 @@ def spells(tokenizer: PreTrainedTokenizerBase) -> bool:
     if any(backend.token_to_id(token) is None for token in alphabet):
         return False
     return all(part["type"] in ("NFC", "Prepend") or _of_one(part) for part in changes)
+
+
+def _meet(one: str, other: str) -> bool:
+    """True if there is a text in which two tokens share a character."""
+    ends = any(a.endswith(b[:n]) for a, b in ((one, other), (other, one)) for n in range(1, len(b) + 1))
+    return ends or one in other or other in one
 
 
 def _of_one(part: JsonObject) -> bool:

@@ -14,11 +14,12 @@ from torch import Tensor
 from ftcli.config.model import ModelConfig
 from ftcli.data.pixels import as_read
 from ftcli.data.tokens import TokenizedRow
-from ftcli.data.vision import load_vision
+from ftcli.data.vision import Vision, load_vision
 from ftcli.export.clean.request import IMAGE, SEEN, ReloadAnswer
 from ftcli.export.verify import compare_logits, logits_problems, rendered_ids
 from ftcli.model.tokenizer import source_of
 from ftcli.rows.row import ImageSource, Row
+from ftcli.tables import code_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -65,14 +66,32 @@ def image_probe(
     row = Row("a probe", 1, {})
     ids = rendered_ids(tokenizer, vision.written(f"Name it:{vision.kind.placeholder}"))
     tokens = TokenizedRow(row, ids, ids)
-    measured = vision.looked_at(ImageSource(content=_png(image)), row)
+    measured = vision.looked_at(ImageSource(content=png(image)), row)
     made = torch.tensor([vision.expanded(tokens, [measured]).input_ids])
     marks = vision.kind.marks
     given = {"input_ids": made, **as_read(vision.of_pixels([image]), torch.float32)}
     return given if marks is None else {**given, marks: (made == vision.token_id).int()}
 
 
-def _png(image: Any) -> bytes:
+def picture_probe(vision: Vision, config: PretrainedConfig) -> Any:
+    """An image of noise whose size the processor leaves as it is: programs scale images each in a way of their own."""
+    from PIL import Image
+
+    seen: Any = getattr(config, "vision_config", None)
+    merged = getattr(seen, "spatial_merge_size", None) or getattr(seen, "pooling_kernel_size", None)
+    side = int(seen.patch_size) * int(merged or getattr(config, "spatial_merge_size", None) or 1)
+    if vision.kind.both_ways == "all":
+        size = seen.image_size, seen.image_size
+    else:
+        rows, columns = code_of(vision.kind.grid)(vision.processor, 448, 320, config.to_dict())
+        size = columns * side, rows * side
+    chance = torch.Generator().manual_seed(0)
+    noise = torch.randint(256, (size[1], size[0], 3), generator=chance, dtype=torch.uint8)
+    return Image.fromarray(noise.numpy())
+
+
+def png(image: Any) -> bytes:
+    """The bytes of a file of the image."""
     out = io.BytesIO()
     image.save(out, "PNG")
     return out.getvalue()

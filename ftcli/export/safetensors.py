@@ -159,10 +159,17 @@ def write(source: ExportSource, folder: Path, say: Callable[[str], None]) -> Ver
     return verify_merged(source, folder, plan, say)
 
 
-def write_merged(source: ExportSource, folder: Path, say: Callable[[str], None]) -> ModelPlan:
-    """Merge tensor by tensor, round once and write; a full fine-tune is rounded alone. Raises FtcliError FT747 for a
-    base of random weights, FT748 for too little memory, FT769 for numbers too large for the dtype, FT740 as
-    :func:`ftcli.export.weights.base_weights`, FT323, FT735, FT742, FT321, FT322; OSError where it cannot be written.
+def write_merged(
+    source: ExportSource, folder: Path, say: Callable[[str], None], named: Callable[[str], str | None] = str
+) -> ModelPlan:
+    """Merge tensor by tensor, round once and write; a full fine-tune is rounded alone.
+
+    Args:
+        named: The name of a tensor in the files, by that in the base's; None for one that is left out.
+
+    Raises FtcliError FT747 for a base of random weights, FT748 for too little memory, FT769 for numbers too large for
+    the dtype, FT740 as :func:`ftcli.export.weights.base_weights`, FT323, FT735, FT742, FT321, FT322; OSError where it
+    cannot be written.
     """
     require_kept_base(source)
     plan = plan_model(source)
@@ -170,7 +177,8 @@ def write_merged(source: ExportSource, folder: Path, say: Callable[[str], None])
     say(f"merging with {plan.merged_with}" if source.kind == "adapter" else f"rounding to {source.settings.dtype}")
     added = [in_memory(name, whole) for name, whole in plan.added]
     added += [copied(key, file) for key, file in passed_over(source).items()]
-    save_model(source, plan, [*outputs(plan.base, plan.adapter, plan.rounding), *added], folder)
+    written = [*outputs(plan.base, plan.adapter, plan.rounding), *added]
+    save_model(source, plan, [replace(each, key=name) for each in written if (name := named(each.key))], folder)
     return plan
 
 
@@ -262,18 +270,13 @@ def verify_merged(source: ExportSource, folder: Path, plan: ModelPlan, say: Call
     """
     say("verifying: comparing weights")
     written, base, adapted = open_written(folder), base_weights(source), plan.adapted
-    changes = {} if adapted is None else source_updates(source, adapted)
-    added = [name for name, _ in plan.added]
-    problems = compare_written(written, MergedWeights(base, changes), plan.rounding, added, passed_over(source))
-    for name in added:
-        trained = changes[name].whole
-        problems += [] if trained is not None and torch.equal(written.read(name), trained) else [f"{name} differs"]
+    problems = weight_problems(source, plan, written, base)
     if problems:
         raise not_verified(folder, problems)
     count: dict[str, str | int] = {"merged": plan.merged} if adapted is not None else {}
     if source.classifier:
         say("verifying: comparing scores")
-        with _as_stored(plan, base) as model:
+        with as_stored(plan, base) as model:
             scores = _verify_scores(source, folder, model, written)
         return Verified("every weight, scores in float32, tokenizer", {**count, **scores}, merged_with=plan.merged_with)
     say("verifying: comparing logits")
@@ -282,7 +285,7 @@ def verify_merged(source: ExportSource, folder: Path, plan: ModelPlan, say: Call
     probe, exact = trained_logits(whole, base, probe_batch(tokenizer, base.shape(base.ends[0])[0]))
     effect = 0.0 if adapted is None else _effect(adapted, base, probe, exact)
     shown = image_probe(source.base, plan.config, tokenizer, offline=source.offline)
-    with _as_stored(plan, base) as model:
+    with as_stored(plan, base) as model:
         wanted, seen = logits(model, probe), seen_logits(model, shown) if shown else None
     request = model_request(folder, probe, elements(written), dtype="float32")
     answer = source.reload(request, {**sent(probe), **sent_with(shown)})
@@ -307,6 +310,17 @@ def verify_merged(source: ExportSource, folder: Path, plan: ModelPlan, say: Call
     )
 
 
+def weight_problems(source: ExportSource, plan: ModelPlan, written: StoredWeights, base: StoredWeights) -> list[str]:
+    """Problems of the weights that were ``written``, beside those of ``base`` and the adapter's own file."""
+    changes = {} if plan.adapted is None else source_updates(source, plan.adapted)
+    added = [name for name, _ in plan.added]
+    problems = compare_written(written, MergedWeights(base, changes), plan.rounding, added, passed_over(source))
+    for name in added:
+        trained = changes[name].whole
+        problems += [] if trained is not None and torch.equal(written.read(name), trained) else [f"{name} differs"]
+    return problems
+
+
 def _effect(adapted: PeftModel, base: StoredWeights, probe: Probe, exact: Tensor) -> float:
     """How far the adapter moves the logits ``exact`` of base and adapter."""
     with computing_from(adapted, base.read, base.names), adapted.disable_adapter():
@@ -314,7 +328,7 @@ def _effect(adapted: PeftModel, base: StoredWeights, probe: Probe, exact: Tensor
 
 
 @contextmanager
-def _as_stored(plan: ModelPlan, base: StoredWeights) -> Iterator[Any]:
+def as_stored(plan: ModelPlan, base: StoredWeights) -> Iterator[Any]:
     """Base and adapter, unmerged, or the full fine-tune, computing with the weights rounded as they are stored."""
     added = dict(plan.added)
 

@@ -96,15 +96,22 @@ def continued(model: PreTrainedModel | PeftModel, probe: Probe, tokens: int = NE
 
 
 def rendered_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """``text`` as a user's message up to where the answer begins; plain without a chat template that takes it."""
+    """The tokens of :func:`rendered_text`, or of the plain text with what the tokenizer puts around it."""
+    shown = rendered_text(tokenizer, text)
+    return list(tokenizer(text if shown is None else shown, add_special_tokens=shown is None)["input_ids"])
+
+
+def rendered_text(tokenizer: PreTrainedTokenizerBase, text: str) -> str | None:
+    """``text`` as a user's message up to where the answer begins; None without a chat template that takes it."""
     try:
         with limited_template():
-            shown = tokenizer.apply_chat_template(
-                [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
+            return str(
+                tokenizer.apply_chat_template(
+                    [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
+                )
             )
     except REFUSALS:  # without a template this is a ValueError
-        return list(tokenizer(text)["input_ids"])
-    return list(tokenizer(shown, add_special_tokens=False)["input_ids"])
+        return None
 
 
 @torch.no_grad()

@@ -52,6 +52,7 @@ from ftcli.run.directory import RunDirectory
 from ftcli.run.integrity import hold_result, result_files
 from ftcli.run.report.card import write_card
 from ftcli.tables import code_of, exports
+from ftcli.tables.gguf import architecture_of
 
 #: The code of a format's row in :mod:`ftcli.tables.exports`: writes a source into an empty folder, loads it again and
 #: compares; the last argument is told what takes time. Raises FtcliError FT741 where what was written is not what it
@@ -154,7 +155,8 @@ def _require_served(source: ExportSource, names: Sequence[str]) -> None:
         stops = source_stops(source, tokenizer)
         text = source_config(source).get_text_config()
         for reference in served:
-            code_of(reference)(tokenizer, stops, text.vocab_size)
+            if architecture_of(text.model_type) is not None:  # else the tokenizer is the converter's business
+                code_of(reference)(tokenizer, stops, text.vocab_size)
 
 
 def _llama_cpp(made: Sequence[str], verify: bool, reporter: Reporter) -> bool:
@@ -304,33 +306,41 @@ def _unfit(reason: str, fit: Sequence[str]) -> FtcliError:
 
 
 def push(results: Sequence[ExportResult], repo: str) -> str:
-    """Upload each export into ``repo``, which is made if it is not there: one to its root, several to a folder each.
+    """Upload all exports into ``repo`` by one commit, whole or not at all: one export to its root, several to a folder
+    each. The repository is made if it is not there, and so is the branch of ``NAME@BRANCH``.
 
     Returns:
-        The repository's address.
+        The address of what was committed.
 
     Raises FtcliError FT755 (exit 2) for one that was not verified, (exit 3) when the Hub refuses or cannot be reached.
     """
-    from huggingface_hub import HfApi
+    from huggingface_hub import CommitOperationAdd, HfApi
 
     unproved = [result.format for result in results if "verified" in result.verification.facts]
     if unproved:
         raise _refused(f"{unproved[0]} was written with --no-verify", ExitCode.RECIPE, "leave --no-verify out")
+    name, _, branch = repo.partition("@")
+    added = [
+        CommitOperationAdd(str(Path("." if len(results) == 1 else result.format, path.relative_to(result.path))), path)
+        for result in results
+        for path in sorted(result.path.rglob("*"))
+        if path.is_file()
+    ]
     api = HfApi()
     try:
-        address = api.create_repo(repo, exist_ok=True, private=True)
-        for result in results:
-            folder = None if len(results) == 1 else result.format
-            said = f"{result.format}, verified by ftcli"
-            api.upload_folder(repo_id=repo, folder_path=result.path, path_in_repo=folder, commit_message=said)
+        api.create_repo(name, exist_ok=True, private=True)
+        if branch:
+            api.create_branch(name, branch=branch, exist_ok=True)
+        said = f"{', '.join(result.format for result in results)}, verified by ftcli"
+        done = api.create_commit(name, added, commit_message=said, revision=branch or None)
     except hub_errors() as error:
         help = "log in with `hf auth login`, check the name and the network; the export itself is complete"
         raise _refused(first_line(error), ExitCode.PREFLIGHT, help) from error
-    return str(address)
+    return str(done.commit_url)
 
 
 def _refused(reason: str, exit_code: ExitCode, help: str) -> FtcliError:
-    return FtcliError.single("FT755", f"nothing more is uploaded: {reason}", exit_code=exit_code, help=help)
+    return FtcliError.single("FT755", f"nothing is uploaded: {reason}", exit_code=exit_code, help=help)
 
 
 def needed_bytes(source: ExportSource, name: str) -> int:

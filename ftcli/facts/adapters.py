@@ -157,6 +157,10 @@ def adapters(shape: ModelShape, lora: LoraConfig) -> tuple[LinearAdapter, ...]:
     return tuple(LinearAdapter(linear, rank, layers) for (linear, rank), layers in found.items())
 
 
+#: Initialisations of PEFT that take something out of the base weights.
+_CHANGING_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+
+
 def start_folder(path: str) -> Path:
     """The folder of the adapter that ``lora.start_from`` names: itself, or that of a run."""
     folder = expanded(path)
@@ -178,6 +182,14 @@ def start_problems(lora: LoraConfig, path: str) -> list[str]:
         return [f"{folder} holds no adapter_model.safetensors; save the adapter as safetensors"]
     if stored["peft_type"] != "LORA":
         return [f"it is of the kind {stored['peft_type']!r}, not LORA"]
+    begun = str(config.get("init_lora_weights")).lower()
+    if begun.startswith(_CHANGING_THE_BASE):
+        return [
+            f"it began as {begun} and belongs to base weights without that beginning; save it as plain LoRA (PEFT's "
+            "path_initial_model_for_weight_conversion)"
+        ]
+    if config.get("alora_invocation_tokens"):
+        return ["it is an activated LoRA (alora_invocation_tokens), which works on a part of each text"]
     ours = {"r": lora.r, "lora_alpha": lora.alpha, "use_rslora": lora.use_rslora, "use_dora": lora.use_dora}
     return [
         f"lora.{name.removeprefix('lora_')} is {as_text(value)} there and {as_text(ours[name])} here"

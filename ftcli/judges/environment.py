@@ -120,6 +120,14 @@ class EnvironmentInstance:
         except (Broken, WorkerGone) as error:
             return FailedJudgement(str(error))
 
+    def state(self) -> JsonObject:
+        """Its public attributes that are JSON values; none where it cannot be brought to where it was."""
+        try:
+            found: JsonObject = self._there_asked("state")["state"]
+        except (CallTimedOut, Broken, WorkerGone):
+            return {}
+        return found
+
     def _make(self) -> JsonObject:
         made = self._asked("make", seconds=LOAD_SECONDS)
         self._made_in = self.worker.kept
@@ -147,7 +155,7 @@ class EnvironmentInstance:
         answer = self.worker.do(what, *given, seconds=seconds or self.seconds)
         if "raised" in answer:
             raise Broken(answer["raised"])
-        if not ({"environment", "schemas", "said", "results", "scores", "shape"} & answer.keys()):
+        if not ({"environment", "schemas", "said", "results", "scores", "shape", "state"} & answer.keys()):
             raise Broken("gave an answer that is not its own")
         return answer
 

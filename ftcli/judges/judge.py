@@ -30,7 +30,8 @@ from ftcli.rows.prompts import Prompt
 from ftcli.tables import layouts
 
 #: Arguments that functions get beside columns, and get only where they take them.
-CALLED_WITH, OFFERED = ("prompts", "completions", "completion_reasoning"), ("completion_reasoning",)
+CALLED_WITH = ("prompts", "completions", "completion_reasoning")
+OFFERED = ("completion_reasoning", "environments")
 #: Arguments that judges get beside columns; no column may have such a name.
 RESERVED = frozenset(
     (

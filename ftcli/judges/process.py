@@ -255,6 +255,8 @@ def _is_answer(message: Any) -> bool:
 def _is_of_environment(message: JsonMap) -> bool:
     """True if what an environment says beside scores is of the form of :mod:`ftcli.judges.worker`."""
     lists = [message.get(name, []) for name in ("tools", "results", "parts", "schemas")]
+    if not isinstance(message.get("state", {}), dict):
+        return False
     if not all(isinstance(one, list) for one in lists) or not isinstance(message.get("said"), str | None):
         return False
     tools, results, parts, schemas = lists

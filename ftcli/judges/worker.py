@@ -24,7 +24,7 @@ import signal
 import socket
 import sys
 from io import TextIOWrapper
-from types import CoroutineType, FrameType, TracebackType
+from types import CoroutineType, FrameType, SimpleNamespace, TracebackType
 from typing import Any
 
 _NEWUSER, _NEWNET, _SET_DEATH_SIGNAL = 0x10000000, 0x40000000, 1
@@ -110,6 +110,9 @@ def _send(asked: socket.socket, answer: dict[str, Any]) -> None:
 def _taken(function: Any, call: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a call without those that are offered, where the function has no parameter for them."""
     arguments: dict[str, Any] = call["arguments"]
+    if "environments" in call["offered"] and "environments" in arguments:
+        made = [SimpleNamespace(**each) for each in arguments["environments"]]
+        arguments = {**arguments, "environments": made}
     try:
         parameters = inspect.signature(function).parameters.values()
     except Exception:  # noqa: BLE001 - of what the user wrote
@@ -249,6 +252,15 @@ class _Environment:
 
     def _reward(self) -> dict[str, Any]:
         return _called(lambda: [self._awaited(self._made.get_reward())], {}, 1, None, self._source)
+
+    def _state(self) -> dict[str, Any]:
+        """Its public attributes that are JSON values, for reward functions that look at ``environments``."""
+        found = {}
+        for name, value in vars(self._made).items() if hasattr(self._made, "__dict__") else ():
+            with contextlib.suppress(Exception):  # what is no JSON value, or whatever the user's class raises
+                if not name.startswith("_"):
+                    found[name] = json.loads(json.dumps(value, allow_nan=False))
+        return {"state": found}
 
     def _awaited(self, result: Any) -> Any:
         if not isinstance(result, CoroutineType):

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ftcli.config.model import LoraConfig
 from ftcli.errors import FtcliError, first_line
-from ftcli.facts.adapters import AdapterChoice, Expression, at_end, before_index, endless
+from ftcli.facts.adapters import AdapterChoice, Expression, as_text, at_end, before_index, endless
 from ftcli.facts.weights import ADAPTER_CONFIG
 from ftcli.model.initial_adapters import remember_initial, remember_start, trained_by_file_name
 from ftcli.model.lora_targets import Targets, chosen, require_possible, resolve_saved, resolve_targets, shortest
@@ -236,10 +236,32 @@ def take_adapter(model: peft.PeftModel, folder: Path) -> None:
             problems.append(f"{name} has shape {sizes}")
         elif not bool(torch.isfinite(stored[name]).all()):
             problems.append(f"{name} is not finite")
+    problems += _other_scales(model, folder)
     if problems:
         raise _unusable(folder, sorted(problems))
     for name, tensor in wanted.items():
         tensor.copy_(stored[name])
+
+
+def _other_scales(model: peft.PeftModel, folder: Path) -> list[str]:
+    """Modules to which the adapter in ``folder`` gives another alpha (``alpha_pattern``) than the model has: its
+    tensors would fit, and weigh more or less.
+    """
+    from peft.utils.other import get_pattern_key
+
+    config = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+    theirs, active = config.get("alpha_pattern") or {}, str(model.active_adapter)
+    if theirs == model.peft_config[active].alpha_pattern:
+        return []
+    found = []
+    for name, layer in model.base_model.model.named_modules():
+        ours = getattr(layer, "lora_alpha", {}).get(active)
+        parameter = getattr(layer, "parameter_name", None)  # of experts that are one tensor
+        path = name.replace(".base_layer", "") + (f".{parameter}" if parameter else "")
+        wanted = theirs.get(get_pattern_key(list(theirs), path), config["lora_alpha"])
+        if ours is not None and ours != wanted:
+            found.append(f"alpha of {path} is {as_text(wanted)} there and {as_text(ours)} here (lora.alpha_pattern)")
+    return found
 
 
 @torch.no_grad()

@@ -29,7 +29,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from triton.errors import TritonError
 
 from ftcli.config.model import Kernels
-from ftcli.errors import ExitCode, FtcliError
+from ftcli.errors import ExitCode, FtcliError, first_line
 from ftcli.labels import IGNORE_INDEX
 from ftcli.model.backbone import base_of, compute_context, decoder_layers, head_of, hidden_states, rotation_kept
 from ftcli.model.loss import forward_loss
@@ -110,7 +110,7 @@ def self_check(
 
     Raises:
         FtcliError: FT704 (exit 1) when loss, output or a gradient differs by more than the tolerance, naming the layer;
-            and when Triton cannot build a kernel for this GPU.
+            and when Triton cannot build a kernel for this GPU; with exit 3 where transformers' own layer fails.
     """
     small = {name: value[:ROWS, :TOKENS] for name, value in batch.items() if name in ("input_ids", "labels")}
     training = model.training
@@ -133,7 +133,7 @@ def self_check(
                 found = {index: _layer_pass(_layers(model)[index], calls[index], own[index]) for index in some}
                 applied.undo()
                 for index in some:
-                    wanted = _layer_pass(_layers(model)[index], calls[index], calls[index])
+                    wanted = _unpatched_pass(_layers(model)[index], calls[index])
                     checks.append(_compare(f"layers.{index}", found[index], wanted))
                 applied = patch(model, kernels)
             worst = _worst(checks, tolerance)
@@ -216,6 +216,22 @@ def _refused(error: TritonError) -> FtcliError:
         exit_code=ExitCode.BUG,
         help="train with model.kernels: off, and report this with the run's manifest.json",
     )
+
+
+def _unpatched_pass(layer: nn.Module, call: _Call) -> _Pass:
+    """transformers takes a package for some layers where it is installed, which may refuse this GPU or Triton."""
+    try:
+        return _layer_pass(layer, call, call)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        raise FtcliError.single(
+            "FT704",
+            f"transformers' own layer fails here, so that there is nothing to compare with: {first_line(error)}",
+            exit_code=ExitCode.PREFLIGHT,
+            help="if a package says so that transformers takes where it is installed (flash-linear-attention refuses "
+            "Triton 3.4 to 3.7.0 on Hopper), uninstall it, which ftcli's kernels do not need, or do as it says",
+        ) from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from ftcli.config.load import LoadedRecipe
 from ftcli.facts.adapters import start_folder
 from ftcli.facts.weights import ADAPTER_CONFIG
 from ftcli.judges import judges_of
-from ftcli.pipeline.weights import weights_of
+from ftcli.pipeline.weights import measured_otherwise, weights_of
 from ftcli.plain import LEFT_OUT
 from ftcli.preflight.stages import checked
 from ftcli.reporting import Session
@@ -51,6 +51,9 @@ def evaluate_recipe(
     """
     directory = None if run_dir is None else RunDirectory(run_dir)
     chosen, weights = weights_of(loaded, directory, checkpoint, session.reporter, "an evaluation")
+    if directory is not None:
+        for finding in measured_otherwise(loaded, directory):
+            session.reporter.finding(finding)
     report = checked(loaded, session, "eval")
     from ftcli.job import open_job
     from ftcli.train import data

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,10 +84,14 @@ def _require_uploadable(session: Session, choices: ExportOptions) -> None:
     reason, help = "", "leave one of them out"
     if session.offline or not choices.verify:
         reason = "--offline leaves no way to the Hub" if session.offline else "only what was verified is uploaded"
+    name, at, branch = choices.repo.partition("@")
     try:
-        validate_repo_id(choices.repo)
+        validate_repo_id(name)
+        if at and not re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)*", branch):
+            raise HFValidationError(branch)
     except HFValidationError:
-        reason, help = "that is no name of a repository on the Hub", "name it NAMESPACE/NAME, or NAME for your own"
+        reason = "that is no name of a repository on the Hub, or of a branch of one"
+        help = "name it NAMESPACE/NAME, or NAME for your own; NAME@BRANCH commits to a branch"
     if reason:
         raise FtcliError.single("FT755", f"--push-to-hub {choices.repo}: {reason}", help=help)
 

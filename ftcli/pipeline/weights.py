@@ -78,6 +78,9 @@ def _the_end_is_best(run: RunDirectory) -> bool:
 
 #: What only training reads, besides the sections of its methods: weights that are there already know nothing of it.
 _TRAINING = ("lora", "train", "checkpoint", "launch")
+#: What the loss of held-out rows depends on as well; and what of it says only how that is computed.
+_MEASURED = ("preference", "reward")
+_NOT_MEASURED = ("preference.reference_cache", "preference.share_prompts", "preference.kl_rows")
 
 
 def changed_since(loaded: LoadedRecipe, run: RunDirectory) -> tuple[ChangedKey, ...]:
@@ -95,6 +98,17 @@ def refuse_training(loaded: LoadedRecipe, run: RunDirectory, act: str) -> None:
         [change for change in changed_since(loaded, run) if change.is_in((*_TRAINING, *methods.sections()))],
         act,
     )
+
+
+def measured_otherwise(loaded: LoadedRecipe, run: RunDirectory) -> list[Finding]:
+    """FT749, a warning, for settings of a loss with which the run is measured, and was not trained."""
+    found = [change for change in changed_since(loaded, run) if change.is_in(_MEASURED)]
+    changes = [str(change) for change in found if not change.is_in(_NOT_MEASURED)]
+    if not changes:
+        return []
+    message = f"{run.path} was trained with other settings: {', '.join(changes)}; losses and margins are this recipe's"
+    help = f"name the run's own recipe: {run.recipe_path}"
+    return [Finding("FT749", message, help=help, severity="warning")]
 
 
 def refuse_settings(loaded: LoadedRecipe, changes: Sequence[ChangedKey], act: str) -> None:

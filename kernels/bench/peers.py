@@ -165,7 +165,7 @@ def timed(model: Any, options: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     """A row a contender; what is not installed, or fails, is said in its row."""
     arguments = parser(__doc__)
-    arguments.add_argument("recipe", help="a shipped one by its name")
+    arguments.add_argument("recipe", nargs="?", default="llama3.1-8b", help="a shipped one by its name")
     arguments.add_argument("--layers", type=int)
     arguments.add_argument("--checkpointing", action="store_true")
     arguments.add_argument("--only", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))

@@ -93,6 +93,19 @@ def test_rollouts_act_are_rewarded_and_go_on_alike(acting: User) -> None:
     acting.goes_on_alike("r", path, "grpo")
 
 
+def test_a_reward_function_looks_at_environments_as_trls_do(acting: User) -> None:
+    (acting.folder / "score.py").write_text(
+        "def score(environments, **more):\n    return [10.0 * len(one.put) for one in environments]\n"
+        "def plain(completions, prompts, answer):\n    return [0.0] * len(completions)\n"
+    )
+    rewards = [{"file": f"{acting.folder}/score.py:{name}"} for name in ("score", "plain")]
+    acting.done("grpo", recipe(acting, grpo={"rewards": rewards}))
+    (line,) = (line for line in acting.metrics("r") if "reward" in line)
+    assert line["rewards/score/mean"] > 0
+    for one in Completions(acting.folder / "r" / "completions").read(1):
+        assert one.rewards["score"] == 10 * int(one.rewards["Box"])
+
+
 def test_a_run_without_lockstep_is_a_run(acting: User, monkeypatch: pytest.MonkeyPatch) -> None:
     from ftcli.methods.grpo import draws
 

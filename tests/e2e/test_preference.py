@@ -139,6 +139,11 @@ def test_several_held_out_files_are_measured_as_one(user: User) -> None:
     assert "accuracy_of_like_length" in trained_with
     for name, value in trained_with.items():
         assert found[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
+    change = {"beta": 0.7, "share_prompts": "off"}
+    other = user.recipe("other", **pairs(data={"eval": held_out}, train={"max_steps": 2}, preference=change))
+    told = [f for f in user.run("eval", other, "--run", str(user.folder / "r"))[1]["findings"] if f["code"] == "FT749"]
+    assert [finding["severity"] for finding in told] == ["warning"]
+    assert "other settings: preference" in told[0]["message"]
 
 
 @pytest.mark.parametrize("method", ["orpo", *further("simpo")])

@@ -48,11 +48,13 @@ def test_an_adapter_of_peft_itself_is_taken_and_a_changed_one_refuses_a_resume(s
 
     user = stored
     model = AutoModelForCausalLM.from_pretrained(user.model["name_or_path"])
-    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", init_lora_weights=False)
+    config = peft.LoraConfig(
+        r=4, lora_alpha=8, target_modules="all-linear", init_lora_weights=False, alpha_pattern={"q_proj": 2}
+    )
     torch.manual_seed(1)
     folder = user.folder / "theirs"
     peft.get_peft_model(model, config).to(torch.bfloat16).save_pretrained(folder)
-    lora = {"r": 4, "alpha": 8, "start_from": str(folder)}
+    lora = {"r": 4, "alpha": 8, "alpha_pattern": {"self_attn.q_proj": 2}, "start_from": str(folder)}
     recipe = user.recipe("b", lora=lora, train={"max_steps": 2}, checkpoint={"every_steps": 1})
     user.done("train", recipe)
     theirs, ours = (load_file(each / "adapter_model.safetensors") for each in (folder, user.folder / "b" / "adapter"))
@@ -64,37 +66,48 @@ def test_an_adapter_of_peft_itself_is_taken_and_a_changed_one_refuses_a_resume(s
     assert (status, document["findings"][-1]["code"]) == (2, "FT731")
 
 
-@pytest.mark.parametrize(
-    "what", ["rank", "alpha", "nothing there", "kind", "tensor", "other targets", "damaged", "nan"]
-)
-def test_what_does_not_fit_is_refused(what: str, stored: User) -> None:
+_UNFIT = "rank alpha alphas base part nothing kind tensor targets damaged nan"
+
+
+def test_what_does_not_fit_is_refused(stored: User) -> None:
     user = stored
     run = trained(user, lora={"r": 4})
-    folder = user.folder / "copy"
-    shutil.copytree(run / "adapter", folder)
-    lora: dict[str, Any] = {"r": 4, "start_from": str(folder)}
+    for what in _UNFIT.split():
+        folder = user.folder / f"copy-{what}"
+        shutil.copytree(run / "adapter", folder)
+        lora = {"r": 4, "start_from": str(folder), **unfit(what, folder)}
+        status, document = user.run("train", user.recipe(f"b-{what}", lora=lora, train={"max_steps": 1}))
+        (finding,) = (f for f in document["findings"] if f["severity"] == "error")
+        assert (status, finding["code"]) == (3, "FT334"), what
+        assert finding["help"]
+
+
+def unfit(what: str, folder: Path) -> dict[str, Any]:
+    """Changes the adapter so that it does not fit, or gives the settings of `lora` that it does not fit."""
     weights, config = folder / "adapter_model.safetensors", folder / "adapter_config.json"
-    if what == "rank":
-        lora["r"] = 8
-    elif what == "alpha":
-        lora["alpha"] = 4.0
-    elif what == "nothing there":
+    settings: dict[str, dict[str, Any]] = {
+        "rank": {"r": 8},
+        "alpha": {"alpha": 4.0},
+        "targets": {"target_modules": ["q_proj"]},
+    }
+    # With these the tensors fit, and would mean something else.
+    configs: dict[str, dict[str, Any]] = {
+        "alphas": {"alpha_pattern": {"q_proj": 2}},
+        "base": {"init_lora_weights": "pissa_niter_4"},
+        "part": {"alora_invocation_tokens": [5]},
+        "kind": {"peft_type": "LOHA"},
+    }
+    if what == "nothing":
         shutil.rmtree(folder)
-    elif what == "kind":
-        config.write_text(json.dumps({**json.loads(config.read_text()), "peft_type": "LOHA"}))
+    elif what in configs:
+        config.write_text(json.dumps({**json.loads(config.read_text()), **configs[what]}))
     elif what == "tensor":
-        held = load_file(weights)
-        save_file(dict(list(held.items())[1:]), weights)
-    elif what == "other targets":
-        lora["target_modules"] = ["q_proj"]
+        save_file(dict(list(load_file(weights).items())[1:]), weights)
     elif what == "nan":
         save_file({name: tensor * float("nan") for name, tensor in load_file(weights).items()}, weights)
-    else:
+    elif what == "damaged":
         weights.write_bytes(b"no tensors")
-    status, document = user.run("train", user.recipe("b", lora=lora, train={"max_steps": 1}))
-    (finding,) = (f for f in document["findings"] if f["severity"] == "error")
-    assert (status, finding["code"]) == (3, "FT334")
-    assert finding["help"]
+    return settings.get(what, {})
 
 
 @pytest.mark.parametrize("cached", [False, True], ids=["live", "cached"])

@@ -610,7 +610,7 @@ METHODS = (
         "ftcli/methods/distill/stored.py",
         'if said.get("teacher") != self.identity:',
         "if False:",
-        "tests/e2e/test_distill_offline.py",
+        _E2E + "distill_offline.py",
     ),
     _m(
         "a teacher is read at the student's positions",

@@ -131,6 +131,7 @@ def test_all_entries_are_the_whole_vocabulary(device: str, given: Any, beta: flo
     assert float((whole.rows - few.rows).max()) > 1e-6
 
 
+@pytest.mark.filterwarnings("ignore:You are importing from 'trl.experimental'")
 def test_the_tail_is_trls(device: str) -> None:
     """Of TRL's self-distillation, whose loss is the Jensen-Shannon divergence of both with a tail bucket."""
     from trl.experimental.sdpo.loss_utils import add_tail_bucket

@@ -40,7 +40,9 @@ def export(
     ] = False,
     push_to_hub: Annotated[
         str | None,
-        typer.Option("--push-to-hub", metavar="REPO", help="Upload what was verified; a new repository is private."),
+        typer.Option(
+            "--push-to-hub", metavar="REPO", help="Upload what was verified (REPO@BRANCH); a new repository is private."
+        ),
     ] = None,
     set_: options.SetOption = None,
     checkpoint: options.CheckpointOption = None,

@@ -36,7 +36,9 @@ from ftcli.export.clean.request import (
     LAYER,
     LOGITS,
     OURS,
+    PICTURE,
     PROMPT,
+    READ,
     SEEN,
     TENSOR,
     ReloadRequest,
@@ -301,6 +303,12 @@ def _llama(asked: ReloadRequest, sent: dict[str, Tensor]) -> tuple[JsonObject, d
         import llama_cpp  # noqa: F401
     except (ImportError, OSError, RuntimeError, AttributeError) as error:
         return {"unavailable": f"llama-cpp-python cannot be imported: {first_line(error)}"}, {}
+    if asked.projector:
+        picture = sent[PICTURE].numpy()
+        read, found = llama.see_with_llama(
+            Path(asked.folder), Path(asked.projector), asked.texts[0], picture, threads=asked.threads
+        )
+        return {}, {READ: torch.tensor(read), LOGITS: torch.from_numpy(found)[None]}
     rows = [ids[mask.bool()].tolist() for ids, mask in zip(sent[INPUT_IDS], sent[ATTENTION_MASK], strict=True)]
     said = llama.ask_llama(Path(asked.folder), rows, asked.texts, threads=asked.threads)
     facts: JsonObject = {"tokenizer": {"rendered": said.tokens}, "stops": {"llama-cpp-python": said.ends}}

@@ -59,6 +59,60 @@ def ask_llama(
         )
 
 
+def see_with_llama(file: Path, projector: Path, text: str, picture: Any, *, threads: int = 1) -> tuple[list[int], Any]:
+    """Shows llama.cpp a picture (height, width, 3) of bytes where ``text`` has llama.cpp's marker.
+
+    Returns the ids of what it reads, -1 for each token of the picture, and the logits (vocabulary) behind the last.
+
+    Raises ValueError: it cannot load or compute it; ImportError, OSError, RuntimeError: the library is not there, or
+    built without its part that sees.
+    """
+    import llama_cpp as library
+    import numpy as np
+    from llama_cpp import mtmd_cpp as seeing
+
+    with _model(library, file) as model:
+        settings = seeing.mtmd_context_params_default()
+        settings.use_gpu, settings.print_timings, settings.warmup = False, False, False
+        settings.n_threads, settings.flash_attn_type = threads, 0
+        eye = seeing.mtmd_init_from_file(str(projector).encode(), model, settings)
+        if not eye:
+            raise ValueError("llama.cpp cannot load it")
+        height, width = picture.shape[:2]
+        pixels = np.ascontiguousarray(picture, np.uint8)
+        bitmap = seeing.mtmd_bitmap_init(width, height, pixels.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8)))
+        chunks, context = seeing.mtmd_input_chunks_init(), None
+        try:
+            data = text.encode()
+            asked = seeing.mtmd_input_text(data, len(data), False, True)
+            shown = (seeing.mtmd_bitmap_p_ctypes * 1)(bitmap)
+            if seeing.mtmd_tokenize(eye, chunks, ctypes.byref(asked), shown, 1):
+                raise ValueError("llama.cpp cannot read the picture")
+            ids = [each for at in range(seeing.mtmd_input_chunks_size(chunks)) for each in _read(seeing, chunks, at)]
+            context = _context(library, model, threads, len(ids) + 8)
+            past = library.llama_pos(0)
+            if seeing.mtmd_helper_eval_chunks(eye, context, chunks, 0, 0, len(ids) + 8, True, ctypes.byref(past)):
+                raise ValueError("llama.cpp cannot compute it")
+            size = library.llama_vocab_n_tokens(library.llama_model_get_vocab(model))
+            return ids, np.ctypeslib.as_array(library.llama_get_logits_ith(context, -1), (size,)).copy()
+        finally:
+            if context is not None:
+                library.llama_free(context)
+            seeing.mtmd_input_chunks_free(chunks)
+            seeing.mtmd_bitmap_free(bitmap)
+            seeing.mtmd_free(eye)
+
+
+def _read(seeing: Any, chunks: Any, at: int) -> list[int]:
+    """The ids of a piece of the text, or -1 for each token of the picture."""
+    chunk = seeing.mtmd_input_chunks_get(chunks, at)
+    if seeing.mtmd_input_chunk_get_type(chunk) != seeing.MTMD_INPUT_CHUNK_TYPE_TEXT:
+        return [-1] * int(seeing.mtmd_input_chunk_get_n_tokens(chunk))
+    count = ctypes.c_size_t()
+    found = seeing.mtmd_input_chunk_get_tokens_text(chunk, ctypes.byref(count))
+    return list(found[: count.value])
+
+
 @contextmanager
 def _model(library: Any, file: Path) -> Iterator[Any]:
     silent = library.llama_log_callback(lambda *_: None)
@@ -86,14 +140,7 @@ def _tokens(library: Any, vocabulary: Any, text: str, *, special: bool) -> list[
 def _logits(library: Any, model: Any, ids: Sequence[int], size: int, threads: int, adapter: Path | None) -> Any:
     import numpy as np
 
-    parameters = library.llama_context_default_params()
-    parameters.n_ctx, parameters.n_batch, parameters.n_ubatch = _TOKENS, _TOKENS, _TOKENS
-    parameters.n_threads, parameters.n_threads_batch = threads, threads
-    parameters.flash_attn_type = 0
-    parameters.type_k = parameters.type_v = 0  # float32
-    context = library.llama_init_from_model(model, parameters)
-    if not context:
-        raise ValueError("llama.cpp cannot make room for it")
+    context = _context(library, model, threads, _TOKENS)
     try:
         if adapter is not None:
             _adapt(library, model, context, adapter)
@@ -111,6 +158,18 @@ def _logits(library: Any, model: Any, ids: Sequence[int], size: int, threads: in
             library.llama_batch_free(batch)
     finally:
         library.llama_free(context)
+
+
+def _context(library: Any, model: Any, threads: int, tokens: int) -> Any:
+    parameters = library.llama_context_default_params()
+    parameters.n_ctx, parameters.n_batch, parameters.n_ubatch = tokens, tokens, tokens
+    parameters.n_threads, parameters.n_threads_batch = threads, threads
+    parameters.flash_attn_type = 0
+    parameters.type_k = parameters.type_v = 0  # float32
+    context = library.llama_init_from_model(model, parameters)
+    if not context:
+        raise ValueError("llama.cpp cannot make room for it")
+    return context
 
 
 def _adapt(library: Any, model: Any, context: Any, adapter: Path) -> None:

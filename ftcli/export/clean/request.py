@@ -25,6 +25,8 @@ LAYER, TENSOR = "layer:", "tensor:"
 #: Before the name of each argument of a row with an image that is sent along; what comes back for it: float32 (tokens,
 #: vocabulary).
 IMAGE, SEEN = "image:", "seen"
+#: The picture (height, width, 3) that llama.cpp is shown, and the ids of what it reads, -1 where it sees.
+PICTURE, READ = "picture", "read"
 #: Modules of ftcli's that compute with models, or change them: none of them is imported there.
 OURS = ("ftkernels", "ftcli.model", "ftcli.train", "ftcli.methods", "ftcli.generation", "ftcli.pipeline")
 
@@ -50,6 +52,7 @@ class ReloadRequest:
         names: The name in the file, or files, of each tensor of the model; of a folder only where its weights are
             rounded and it is read layer by layer.
         embeddings: The adapter brings those of a vocabulary of its own.
+        projector: The file of the tower, for ``llama``: it is shown PICTURE at the marker in the first text.
         threads: How many threads sums are taken by, so that they are taken alike.
     """
 
@@ -65,6 +68,7 @@ class ReloadRequest:
     heads: Mapping[str, int] = field(default_factory=dict)
     embeddings: bool = False
     threads: int = 1
+    projector: str = ""
 
 
 @dataclass(frozen=True, slots=True)

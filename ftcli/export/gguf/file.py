@@ -132,7 +132,7 @@ def write_file(
 
     writer = gguf.GGUFWriter(path, architecture)
     for key, value in values.items():
-        _add(writer, key, value)
+        add_value(writer, key, value)
     for name, planned in tensors.items():
         kind = gguf.GGMLQuantizationType[planned.type]
         dtype = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16)}.get(planned.type, np.dtype(np.uint8))
@@ -149,7 +149,7 @@ def write_file(
         writer.close()
 
 
-def _add(writer: Any, key: str, value: Value) -> None:
+def add_value(writer: Any, key: str, value: Value) -> None:
     if isinstance(value, bool):
         writer.add_bool(key, value)
     elif isinstance(value, int):
@@ -167,7 +167,7 @@ def quantize_file(source: Path, target: Path, kind: str, matrix: Path | None = N
 
     Raises FtcliError FT758 where the program is not on the PATH, or fails.
     """
-    program = require_quantizer([kind])
+    program = require_quantizer([kind], [kind])
     weighed = [] if matrix is None else ["--imatrix", str(matrix)]
     arguments = [program, *weighed, str(source), str(target), TYPES[kind].ggml]
     done = subprocess.run(arguments, capture_output=True, text=True, check=False, errors="replace")  # noqa: S603
@@ -294,25 +294,16 @@ def provenance_of(source: ExportSource) -> dict[str, Value]:
     return values
 
 
-@dataclass(frozen=True, slots=True)
-class ExpectedFile:
-    """The expected content of a file.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trained:
+    """What was trained, as files for llama.cpp are compared with it.
 
     Attributes:
-        description: The metadata of its shape, and factors of the rotation.
         name: What files are called, before their type.
-        facts: What an export's record says beside what is compared of each file.
-        activations: What layers' activations have trained, by full key.
         probe, logits: A batch, and what base and adapter, or the full fine-tune, answer to it in float32.
     """
 
     config: PretrainedConfig
-    architecture: Architecture
-    names: TensorNames
-    weights: ModelWeights
-    heads: Mapping[str, int]
-    description: Description
-    vocabulary: Mapping[str, Value]
     tokenizer: PreTrainedTokenizerBase
     stops: tuple[int, ...]
     probe: Probe
@@ -321,6 +312,24 @@ class ExpectedFile:
     llama_cpp: bool = False
     provenance: Mapping[str, Value] = field(default_factory=dict)
     name: str = "model"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpectedFile(Trained):
+    """The expected content of a file.
+
+    Attributes:
+        description: The metadata of its shape, and factors of the rotation.
+        facts: What an export's record says beside what is compared of each file.
+        activations: What layers' activations have trained, by full key.
+    """
+
+    architecture: Architecture
+    names: TensorNames
+    weights: ModelWeights
+    heads: Mapping[str, int]
+    description: Description
+    vocabulary: Mapping[str, Value]
     facts: Mapping[str, float] = field(default_factory=dict)
     activations: Mapping[str, Value] = field(default_factory=dict)
 
@@ -328,6 +337,12 @@ class ExpectedFile:
     def merged_with(self) -> str:
         """The form of the base that an adapter was merged with; empty if there is none."""
         return self.weights.base.form if isinstance(self.weights, MergedWeights) else ""
+
+
+def has_row(config: PretrainedConfig) -> bool:
+    """True for a model of a family in the table, which ftcli writes itself."""
+    text: Any = with_common_values(config.get_text_config())
+    return architecture_of(text.model_type, usual_activation(text)) is not None
 
 
 def prepare_gguf(source: ExportSource, say: Callable[[str], None]) -> ExpectedFile:
@@ -342,6 +357,7 @@ def prepare_gguf(source: ExportSource, say: Callable[[str], None]) -> ExpectedFi
     if architecture is None:
         raise no_place(unknown_architecture(text.model_type))
     description = metadata_of(config.get_text_config(), architecture)
+    description = replace(description, values={**description.values, **_beside_text(config)})
     rounded = rounded_layers(config)
     if not rounded and any(TYPES[kind].ternary for kind in source.settings.gguf.types):
         able = " | ".join(quantizations.trained())
@@ -365,24 +381,31 @@ def prepare_gguf(source: ExportSource, say: Callable[[str], None]) -> ExpectedFi
         if problems:
             raise not_verified(source.destination, problems)
     return ExpectedFile(
-        config,
-        architecture,
-        names,
-        in_file,
-        heads_of(text),
-        replace(description, warnings=(*description.warnings, *_warnings(architecture, names))),
-        vocabulary_of(tokenizer, stops, text.vocab_size, architecture.merges),
-        tokenizer,
-        stops,
-        probe,
-        trained,
-        source.reload,
-        source.llama_cpp,
-        provenance_of(source),
-        file_name(source),
-        facts,
-        _activation_values(in_file, names),
+        config=config,
+        architecture=architecture,
+        names=names,
+        weights=in_file,
+        heads=heads_of(text),
+        description=replace(description, warnings=(*description.warnings, *_warnings(architecture))),
+        vocabulary=vocabulary_of(tokenizer, stops, text.vocab_size, architecture.merges),
+        tokenizer=tokenizer,
+        stops=stops,
+        probe=probe,
+        logits=trained,
+        reload=source.reload,
+        llama_cpp=source.llama_cpp,
+        provenance=provenance_of(source),
+        name=file_name(source),
+        facts=facts,
+        activations=_activation_values(in_file, names),
     )
+
+
+def _beside_text(config: PretrainedConfig) -> dict[str, Value]:
+    """How many layers of a Qwen3-VL read what the tower's layers saw, without which llama.cpp takes no projector."""
+    seen: Any = getattr(config, "vision_config", None)
+    layers = getattr(seen, "deepstack_visual_indexes", None)
+    return {"n_deepstack_layers": len(layers)} if layers else {}
 
 
 def _is_the_embedding(name: str, weights: ModelWeights, architecture: Architecture) -> bool:
@@ -401,20 +424,12 @@ def _activation_values(weights: ModelWeights, names: TensorNames) -> dict[str, V
     return {key: [value for _, value in sorted(layers.items())] for key, layers in found.items()}
 
 
-def _warnings(architecture: Architecture, names: TensorNames) -> list[Finding]:
-    """FT757 where llama.cpp does not build the architecture, or the model has other parts than its language model."""
-    found = []
-    if architecture.only_in is not None:
-        found.append(
-            f"llama.cpp does not build {architecture.name}: the file is for {architecture.only_in}, where ftcli's "
-            "files have not been run"
-        )
-    if names.left_out:
-        found.append(
-            f"llama.cpp reads images from a file of its own, which ftcli does not write: {len(names.left_out)} "
-            "tensors of other parts than the language model are left out"
-        )
-    return [Finding("FT757", message, severity="warning") for message in found]
+def _warnings(architecture: Architecture) -> list[Finding]:
+    """FT757 where llama.cpp does not build the architecture."""
+    if architecture.only_in is None:
+        return []
+    message = f"llama.cpp does not build {architecture.name}: the file is for {architecture.only_in}, where ftcli's "
+    return [Finding("FT757", f"{message}files have not been run", severity="warning")]
 
 
 def file_name(source: ExportSource) -> str:

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from ftcli.errors import Finding
 from ftcli.export.clean.request import LOGITS, ReloadAnswer, ReloadRequest
-from ftcli.export.gguf.file import ExpectedFile, as_stored, in_model_shapes, type_of
+from ftcli.export.gguf.file import ExpectedFile, Trained, as_stored, in_model_shapes, type_of
 from ftcli.export.gguf.metadata import ROUNDING
-from ftcli.export.gguf.vocabulary import pieces_of
+from ftcli.export.gguf.vocabulary import NORMAL, is_known, pieces_of
 from ftcli.export.lazy import computing_from
 from ftcli.export.source import unwritten
 from ftcli.export.verify import (
@@ -57,6 +57,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+#: What tokens that end a turn are called in a file.
+STOPS = ("eos", "eot", "eom")
 #: Half of float16's smallest step: the error of a subnormal number.
 _HALF_STEP = 2.0**-25
 
@@ -122,10 +124,11 @@ def _compare_tensor(file: ReadFile, name: str, stored: str, wanted: ExpectedFile
     found = in_model_order(stored, file.read(stored), wanted.heads, wanted.architecture)
     # Blocks are of columns that are neighbours in the file.
     found, tensor = (columns_in_file_order(stored, each, wanted.heads, wanted.architecture) for each in (found, tensor))
-    return _difference(found, tensor, file.type_name(stored))
+    return difference(found, tensor, file.type_name(stored))
 
 
-def _difference(found: Tensor, want: Tensor, ggml: str) -> str | None:
+def difference(found: Tensor, want: Tensor, ggml: str) -> str | None:
+    """The fault of a tensor of a file, which ``want`` was to be rounded to the type ``ggml`` for; None: it has none."""
     if found.shape != want.shape:
         return f"has shape {tuple(found.shape)} instead of {tuple(want.shape)}"
     row = next((each for each in TYPES.values() if each.ggml == ggml and each.quantized_by is None), None)
@@ -211,10 +214,10 @@ def _compare_values(values: JsonMap, wanted: ExpectedFile) -> list[str]:
     ]
 
 
-def compare_vocabulary(values: JsonMap, wanted: ExpectedFile) -> list[str]:
+def compare_vocabulary(values: JsonMap, wanted: Trained) -> list[str]:
     """Problems with the tokenizer, the special tokens and the template of a file."""
     tokenizer, problems = wanted.tokenizer, []
-    ids = {values.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")}
+    ids = {values.get(f"tokenizer.ggml.{name}_token_id") for name in STOPS}
     missing = [stop for stop in wanted.stops[:3] if stop not in ids]
     problems += [f"the stop token {stop} is not named" for stop in missing]
     if tokenizer.bos_token_id is not None and values.get("tokenizer.ggml.bos_token_id") != tokenizer.bos_token_id:
@@ -222,8 +225,19 @@ def compare_vocabulary(values: JsonMap, wanted: ExpectedFile) -> list[str]:
     text_config: Any = wanted.config.get_text_config()
     if len(values["tokenizer.ggml.tokens"]) != text_config.vocab_size:
         problems.append("there are more or fewer tokens than embeddings")
-    problems += _compare_tokens([pieces_of(values, text) for text in TEXTS], tokenizer)
+    problems += _other_pieces(values, tokenizer)
+    if is_known(values):
+        problems += _compare_tokens([pieces_of(values, text) for text in TEXTS], tokenizer)
     return problems + _compare_template(values, tokenizer)
+
+
+def _other_pieces(values: JsonMap, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Pieces of the vocabulary, special ones and bytes aside, that are others than the tokenizer's."""
+    kinds = values["tokenizer.ggml.token_type"]
+    plain = {at: piece for at, piece in enumerate(values["tokenizer.ggml.tokens"]) if kinds[at] == NORMAL}
+    known: Any = tokenizer.convert_ids_to_tokens(list(plain))
+    others = [at for (at, piece), wanted in zip(plain.items(), known, strict=True) if piece != wanted]
+    return [f"token {others[0]} is another piece, and so are {len(others) - 1} more"] if others else []
 
 
 def _same(found: Any, value: Any) -> bool:
@@ -248,7 +262,7 @@ LIBRARY = "llama-cpp-python"
 ABSENT = f"llama.cpp is not on this machine ({LIBRARY}), so the files are not run in it"
 #: Relative error of the logits that passes at least: GELU is looked up in a table of float16 there, which makes 3e-4.
 #: Of ternary types activations are rounded there, by token and block, which makes 2.4e-2.
-_LEAST, _LEAST_TERNARY = 2e-3, 0.1
+LEAST, _LEAST_TERNARY = 2e-3, 0.1
 
 
 def has_llama_cpp() -> bool:
@@ -265,16 +279,24 @@ def run_in_llama_cpp(path: Path, row: StoredType, wanted: ExpectedFile, rounding
         return FileReport(told={"llama_cpp": "not on this machine"})
     if wanted.architecture.only_in is not None:
         return FileReport(told={"llama_cpp": f"it does not build {wanted.architecture.name}"})
-    least = _LEAST_TERNARY if row.ternary else _LEAST
-    report = _in_library(path, max(row.logits, least, 2 * rounding), wanted)
+    least = _LEAST_TERNARY if row.ternary else LEAST
+    said = wanted.description.values.get("context_length")
+    report = in_library(path, max(row.logits, least, 2 * rounding), wanted, said if isinstance(said, int) else None)
     fault = wanted.architecture.fault or wanted.description.fault
     if fault is None or not report.problems:
         return report
     return FileReport(told={**report.told, "llama_cpp": f"{report.problems[0]}: {fault}"})
 
 
-def _in_library(path: Path, allowed: float, wanted: ExpectedFile) -> FileReport:
-    context = _context(wanted)
+def in_library(path: Path, allowed: float, wanted: Trained, most: int | None = None) -> FileReport:
+    """What llama.cpp's library makes of a file, beside what was trained.
+
+    Args:
+        allowed: The relative error of the logits that passes.
+        most: How many tokens the file says that the model takes.
+    """
+    longest = wanted.probe.input_ids.shape[1]
+    context = min(most or longest, longest)
     probe = Probe(wanted.probe.input_ids[:, :context], wanted.probe.attention_mask[:, :context])
     answer = wanted.reload(ReloadRequest("llama", str(path), texts=TEXTS), sent(probe))
     if answer.unavailable:
@@ -288,7 +310,7 @@ def _in_library(path: Path, allowed: float, wanted: ExpectedFile) -> FileReport:
     problems = logits_problems(compared, allowed)
     version = next((name for name in answer.libraries.split(", ") if name.startswith("llama_cpp")), LIBRARY)
     facts: dict[str, str | float] = {"llama_cpp": version, "llama_cpp_error": compared.relative_error}
-    if context >= wanted.probe.input_ids.shape[1]:
+    if context >= longest:
         chosen = found[wanted.probe.continued_at].argmax(-1)
         problems += check_greedy(chosen, wanted.logits, wanted.probe, (), allowed)
         facts["llama_cpp_greedy_tokens"] = same_greedy(found, wanted.probe)
@@ -296,13 +318,6 @@ def _in_library(path: Path, allowed: float, wanted: ExpectedFile) -> FileReport:
     ends = answer.stops[LIBRARY]
     problems += [f"generation does not end at the stop token {stop}" for stop in wanted.stops[:3] if stop not in ends]
     return FileReport(tuple(f"in llama.cpp {problem}" for problem in problems), facts)
-
-
-def _context(wanted: ExpectedFile) -> int:
-    """Number of tokens that llama.cpp takes: all of the probe, or as many as the file says."""
-    said = wanted.description.values.get("context_length")
-    longest = wanted.probe.input_ids.shape[1]
-    return min(said, longest) if isinstance(said, int) else longest
 
 
 def _compare_tokens(found: Sequence[Sequence[int]], tokenizer: PreTrainedTokenizerBase) -> list[str]:

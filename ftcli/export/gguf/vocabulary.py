@@ -52,7 +52,7 @@ _DIGITS = "starcoder"
 #: Names under which llama.cpp takes a piece that is in the vocabulary without trying merges, and puts bos in front.
 _IGNORE_MERGES = ("llama-bpe", "tekken")
 #: Two pieces that never stand side by side in UTF-8: llama.cpp wants merges, and a vocabulary of bytes has none.
-_NO_MERGE = "ÿ ÿ"
+NO_MERGE = "ÿ ÿ"
 _SPACE = "▁"
 
 
@@ -78,12 +78,12 @@ def vocabulary_of(
     if merges_as is not None and not byte_level:
         if values.pop("tokenizer.ggml.add_space_prefix"):
             raise no_place("its tokenizer puts a space before text")
-        values |= {"tokenizer.ggml.model": merges_as, "tokenizer.ggml.merges": merges or [_NO_MERGE]}
+        values |= {"tokenizer.ggml.model": merges_as, "tokenizer.ggml.merges": merges or [NO_MERGE]}
         values["tokenizer.ggml.add_space_prefix"] = False
         del values["tokenizer.ggml.pre"]
     values["tokenizer.ggml.tokens"] = tokens
     values["tokenizer.ggml.token_type"] = types
-    return {**values, **_special(tokenizer, stops), **_template(tokenizer)}
+    return {**values, **values_of_special(tokenizer, stops)}
 
 
 def _stated(tokenizer: PreTrainedTokenizerBase) -> JsonMap:
@@ -141,7 +141,7 @@ def _byte_level(stated: JsonMap, merges: list[str]) -> dict[str, Value]:
     return {
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": pre,
-        "tokenizer.ggml.merges": merges or [_NO_MERGE],
+        "tokenizer.ggml.merges": merges or [NO_MERGE],
     }
 
 
@@ -195,7 +195,8 @@ def _prefixed(stated: JsonMap) -> bool:
     return False
 
 
-def _special(tokenizer: PreTrainedTokenizerBase, stops: Sequence[int]) -> dict[str, Value]:
+def values_of_special(tokenizer: PreTrainedTokenizerBase, stops: Sequence[int]) -> dict[str, Value]:
+    """The metadata of special tokens and the template, which no kind of tokenizer has otherwise."""
     eos = int(tokenizer.eos_token_id)
     values: dict[str, Value] = {"tokenizer.ggml.eos_token_id": eos}
     others = [stop for stop in stops if stop != eos]
@@ -211,12 +212,10 @@ def _special(tokenizer: PreTrainedTokenizerBase, stops: Sequence[int]) -> dict[s
     plain = list(tokenizer("a")["input_ids"])
     values["tokenizer.ggml.add_bos_token"] = tokenizer.bos_token_id is not None and plain[0] == tokenizer.bos_token_id
     values["tokenizer.ggml.add_eos_token"] = plain[-1] == eos
-    return values
-
-
-def _template(tokenizer: PreTrainedTokenizerBase) -> dict[str, Value]:
     template = tokenizer.chat_template
-    return {"tokenizer.chat_template": served_template(template)} if isinstance(template, str) and template else {}
+    return values | (
+        {"tokenizer.chat_template": served_template(template)} if isinstance(template, str) and template else {}
+    )
 
 
 def served_template(template: str) -> str:
@@ -233,8 +232,7 @@ def pieces_of(values: JsonMap, text: str) -> list[int]:
     pattern = "|".join(re.escape(token) for token in reversed(whole))
     parts = re.split(f"({pattern})", text) if whole else [text]
     by_scores = values["tokenizer.ggml.model"] == "llama"
-    ways = {"llama": _by_scores, "gemma4": _by_merges_of_lines, "gpt2": _by_merges}
-    cut = ways[str(values["tokenizer.ggml.model"])](values, ids)
+    cut = _WAYS[str(values["tokenizer.ggml.model"])](values, ids)
     found: list[int] = []
     fresh = True  # a space is put before text at the beginning and after a special token
     for index, part in enumerate(parts):
@@ -254,13 +252,17 @@ def _merges(values: JsonMap, ids: Mapping[str, int]) -> list[tuple[str, str]]:
     return [(left, right) for left, right in pairs if left in ids and right in ids and left + right in ids]
 
 
+def _patterns() -> dict[str, str]:
+    """The regular expression of each of llama.cpp's names."""
+    patterns = {name: pattern for pattern, name in PRE_TOKENIZERS.items()}
+    return patterns | {name: patterns[other] for other, name in _MERGED_FIRST.items()} | {_DIGITS: ""}
+
+
 def _by_merges(values: JsonMap, ids: Mapping[str, int]) -> Any:
     from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
     known, pre = _merges(values, ids), values["tokenizer.ggml.pre"]
-    patterns = {name: pattern for pattern, name in PRE_TOKENIZERS.items()}
-    patterns |= {name: patterns[other] for other, name in _MERGED_FIRST.items()} | {_DIGITS: ""}
-    pattern = patterns[pre]
+    pattern = _patterns()[pre]
     tokenizer = Tokenizer(models.BPE(vocab=dict(ids), merges=known, ignore_merges=pre in _IGNORE_MERGES))
     level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not pattern and bool(known))
     split: list[Any] = [pre_tokenizers.Split(Regex(pattern), "isolated")] if pattern else []
@@ -307,3 +309,12 @@ def _by_scores(values: JsonMap, ids: Mapping[str, int]) -> Any:
         return found
 
     return cut
+
+
+_WAYS = {"llama": _by_scores, "gemma4": _by_merges_of_lines, "gpt2": _by_merges}
+
+
+def is_known(values: JsonMap) -> bool:
+    """True if :func:`pieces_of` cuts text as a file says; what llama.cpp's converter writes may be of another kind."""
+    model = values["tokenizer.ggml.model"]
+    return model in _WAYS and (model != "gpt2" or values.get("tokenizer.ggml.pre") in _patterns())

@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 
 from ftcli.export.calibration import importance
+from ftcli.export.gguf.converted import write_converted, write_projector
 from ftcli.export.gguf.file import (
     ExpectedFile,
     PlannedTensor,
+    has_row,
     in_memory,
     in_model_shapes,
     prepare_gguf,
@@ -24,13 +26,14 @@ from ftcli.export.gguf.file import (
     type_of,
     write_file,
 )
+from ftcli.export.gguf.seeing import IMAGE, compare_seen
 from ftcli.export.gguf.verify import verify_file
 from ftcli.export.lazy import computing_from
-from ftcli.export.safetensors import plan_model
+from ftcli.export.safetensors import plan_model, require_kept_base
 from ftcli.export.source import ExportSource, not_verified, read_adapter_config, unwritten
 from ftcli.export.tensorfile import require_room
 from ftcli.export.verify import Verified, compare_logits, logits, not_asked, shortened, unlike_names
-from ftcli.export.weights import MergedWeights, WeightUpdate, base_weights, stored_names
+from ftcli.export.weights import MergedWeights, WeightUpdate, base_weights, source_config, stored_names
 from ftcli.gguf import (
     ReadFile,
     Value,
@@ -53,9 +56,13 @@ _BESIDE = 16 << 20
 def write(source: ExportSource, folder: Path, say: Callable[[str], None]) -> Verified:
     """Write a file for each type into ``folder`` and verify it. Raises FtcliError FT741 when a file is not what it
     should be, FT747 for a base of random weights, FT756 for a model that llama.cpp does not compute as it was trained,
-    FT758 where the package gguf is not there; OSError where it cannot be written.
+    FT758 where the package gguf, or llama.cpp's converter for a family without a row, is not there; OSError where it
+    cannot be written.
     """
     require_gguf_package()
+    require_kept_base(source)
+    if not has_row(source_config(source)):
+        return write_converted(source, folder, say)
     wanted = prepare_gguf(source, say)
     facts: dict[str, str | int | float] = dict(wanted.facts)
     warnings = [*wanted.description.warnings]
@@ -77,6 +84,12 @@ def write(source: ExportSource, folder: Path, say: Callable[[str], None]) -> Ver
         facts["imatrix_tokens"] = weighed
     if source.settings.gguf.lora_adapter:
         facts["adapter_relative_error"] = _adapter(source, wanted, folder, say)
+    if wanted.names.left_out:
+        told, untold = write_projector(source, folder, say)
+        warnings += untold
+        if told and source.verify and wanted.llama_cpp and wanted.architecture.fault is None:
+            facts |= _shown_images(source, wanted, folder, str(told["projector"]))
+        facts |= told
     if not source.verify:
         return not_asked(wanted.merged_with)
     facts["tensors"] = len(wanted.names.stored)
@@ -86,6 +99,16 @@ def write(source: ExportSource, folder: Path, say: Callable[[str], None]) -> Ver
         tuple(warnings),
         wanted.merged_with,
     )
+
+
+def _shown_images(source: ExportSource, wanted: ExpectedFile, folder: Path, projector: str) -> dict[str, str | float]:
+    """What the record says of an image that llama.cpp is shown, with the type of the most bits."""
+    kind = min(source.settings.gguf.types, key=lambda each: TYPES[each].logits)
+    path = folder / f"{wanted.name}-{TYPES[kind].ggml}.gguf"
+    told, problems = compare_seen(source, wanted, path, folder / projector, max(TYPES[kind].logits, IMAGE))
+    if problems:
+        raise not_verified(folder, [f"{projector}: {problem}" for problem in problems])
+    return told
 
 
 def _importance(
@@ -194,6 +217,8 @@ def _bytes(source: ExportSource, types: Sequence[str]) -> int:
 
     mixed = _BESIDE + sum(stored_bytes(shape, _MOST if len(shape) > 1 else "F32") for _, shape in shapes)
     files = sum(mixed if TYPES[kind].quantized_by else plain(kind) for kind in types)
+    if not has_row(source_config(source)):
+        return files + 2 * plain("bf16")  # the model that the converter is given, and the file that others are made of
     return files + max(
         (plain(TYPES[kind].quantized_by or kind) for kind in types if TYPES[kind].quantized_by), default=0
     )

@@ -58,7 +58,7 @@ class Episode:
     rounds: int = 0
     calls: int = 0
     failures: int = 0
-    reward: Future[Verdict] | None = None
+    end: Future[tuple[Verdict, JsonObject]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +67,14 @@ class Acting:
 
     Attributes:
         lockstep: Turns wait for each other, so that what is computed together does not depend on how fast tools are.
+        lends: Functions that reward get the state of environments.
     """
 
     pool: EnvironmentPool
     talk: ToolTalk
     settings: EnvironmentConfig
     lockstep: bool
+    lends: bool = False
 
 
 def open_acting(job: Job, grpo: GrpoConfig) -> Acting | None:
@@ -90,7 +92,8 @@ def open_acting(job: Job, grpo: GrpoConfig) -> Acting | None:
         raise FtcliError.single("FT263", message, exit_code=ExitCode.RECIPE, help="add one of them")
     renderer = renderer_of(job.tokenizer, job.recipe.data)
     talk = ToolTalk(job.tokenizer, renderer, pool.facts.schemas, job.stops)
-    return Acting(pool, talk, settings, settings.lockstep or job.device.type == "cpu")
+    lends = any(one.file is not None for one in grpo.rewards)
+    return Acting(pool, talk, settings, settings.lockstep or job.device.type == "cpu", lends)
 
 
 @dataclass(slots=True)
@@ -150,8 +153,15 @@ class Episodes:
         return request, completion, tokens
 
     def _finish(self, one: Episode) -> None:
-        if self.acting.pool.facts.rewards:
-            one.reward = self.acting.pool.submit(one.instance.reward)
+        rewards, lends = self.acting.pool.facts.rewards, self.acting.lends
+        if rewards or lends:
+            one.end = self.acting.pool.submit(_ended, one.instance, rewards, lends)
+
+
+def _ended(instance: EnvironmentInstance, rewards: bool, lends: bool) -> tuple[Verdict, JsonObject]:
+    """The environment's own reward, and its state before."""
+    state = instance.state() if lends else {}
+    return instance.reward() if rewards else None, state
 
 
 def _asked(
@@ -185,6 +195,7 @@ class DrawnCompletion:
         ended: It came to an end before its longest.
         given: Places of the tokens that the model did not write.
         shown: Its text with all turns, where it has several.
+        state: Of its environment at its end.
     """
 
     row: int
@@ -197,6 +208,7 @@ class DrawnCompletion:
     given: Sequence[int] = ()
     verdict: Verdict = None
     shown: str | None = None
+    state: JsonObject | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +241,8 @@ def _of_environment(acting: Acting) -> Reward | None:
 
 
 def _rest(one: Completion, episode: Episode) -> JsonObject:
-    """What is known of a rollout beside its tokens; its reward is waited for."""
+    """What is known of a rollout beside its tokens; its end is waited for."""
+    verdict, state = (None, {}) if episode.end is None else episode.end.result()
     return {
         "given": one.given,
         "turn": episode.turn,
@@ -237,7 +250,8 @@ def _rest(one: Completion, episode: Episode) -> JsonObject:
         "calls": episode.calls,
         "failures": episode.failures,
         "seconds": episode.instance.tool_seconds,
-        "verdict": None if episode.reward is None else verdict_as_json(episode.reward.result()),
+        "verdict": verdict_as_json(verdict),
+        "state": state,
     }
 
 
@@ -348,7 +362,7 @@ class Draws:
         shown = str(self._job.tokenizer.decode(tokens))
         said = self._answer(row, turn) if turn else Answer("")
         verdict = verdict_of_json(rest["verdict"])
-        return DrawnCompletion(row, prompt, text, tokens, known, said, ended, given, verdict, shown)
+        return DrawnCompletion(row, prompt, text, tokens, known, said, ended, given, verdict, shown, rest["state"])
 
     def _begun(self, acting: Acting, rows: Sequence[int], own: slice) -> tuple[list[str], list[Episode]]:
         """The prompts of all, as their environments leave them, and this rank's rollouts.
@@ -431,6 +445,8 @@ class Draws:
     def _scores(self, reward: Reward, made: Sequence[DrawnCompletion]) -> Sequence[float | None]:
         """The reward of each completion; it gets the values of rows as the data has them."""
         lent = {name: [values[one.row] for one in made] for name, values in self._columns.items()}
+        if self._acting is not None and self._acting.lends:
+            lent["environments"] = [one.state for one in made]
         if reward is self._own:
             lent = {_VERDICT: [one.verdict for one in made]}
         asked = [self._asked[one.row].prompt for one in made]

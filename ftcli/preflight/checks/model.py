@@ -16,7 +16,15 @@ from ftcli.plan.released import released_form
 from ftcli.plan.trained import HEAD, TABLES, why_no_router_loss
 from ftcli.preflight.checks.context import Context, Findings, NotMade
 from ftcli.tables import exports, images, quantizations
-from ftcli.tables.gguf import INSTEAD, NORMS_OF_LAYERS, TYPES, architecture_of, unknown_architecture
+from ftcli.tables.gguf import (
+    INSTEAD,
+    NORMS_OF_LAYERS,
+    TYPES,
+    WITHOUT_CONVERTER,
+    architecture_of,
+    converter,
+    unknown_architecture,
+)
 
 #: What classifiers of transformers and PEFT call the score.
 _SCORE = ("score", "classifier")
@@ -241,6 +249,11 @@ def _llama_cpp(context: Context, facts: ModelFacts) -> Findings:
     reason = None
     if architecture_of(facts.text_type) is None:
         reason = unknown_architecture(facts.text_type)
+        if "gguf" in asked and converter(context.recipe.export.gguf.converter) is None:
+            message = f"gguf: {reason}, and llama.cpp's own converter is not here"
+            yield context.before_export("FT758", "export.formats", message, help=WITHOUT_CONVERTER)
+        asked = [name for name in asked if name != "gguf"]
+        reason = reason if asked else None
     elif context.recipe.quantization.use_rms_norm and context.recipe.lora is None:
         reason = NORMS_OF_LAYERS
     if reason is not None:

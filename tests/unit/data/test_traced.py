@@ -32,8 +32,10 @@ def compare(tokenizer: PreTrainedTokenizerBase, chats: Sequence[list[dict[str, A
     traced, count = Traced(tokenizer, str(tokenizer.chat_template), {}), 0
     for messages in chats:
         found = traced.beginnings(messages, render)
-        count += found is not None
-        for end in range(1, len(messages) + 1) if found is not None else ():
+        if found is None:
+            continue
+        count += 1
+        for end in range(1, len(messages) + 1):
             for prompt in (False, True):
                 assert found.of(end, generation_prompt=prompt) == render(messages[:end], prompt)
     return count

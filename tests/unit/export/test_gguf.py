@@ -157,7 +157,6 @@ def test_what_configs_say_is_in_the_file(shape: str, tmp_path: Path) -> None:
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
-    "ftcli does not know how llama.cpp builds a model_type helium": ("helium", {}),
     "query_pre_attn_scalar is 32": ("gemma2", {"query_pre_attn_scalar": 32}),
     "keys of 16 and values of 8; llama.cpp's qwen35 has both alike": ("qwen3_5_text", {"linear_key_head_dim": 16}),
     "rms_norm_eps is 1e-05": ("qwen3_5_text", {"rms_norm_eps": 1e-5}),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import huggingface_hub
@@ -26,8 +27,13 @@ class Hub:
         self.calls.append(("create", repo, options))
         return f"https://hub/{repo}"
 
-    def upload_folder(self, **options: Any) -> None:
-        self.calls.append(("upload", options["repo_id"], Path(options["folder_path"]).name, options["path_in_repo"]))
+    def create_branch(self, repo: str, **options: Any) -> None:
+        self.calls.append(("branch", repo, options))
+
+    def create_commit(self, repo: str, operations: list[Any], **options: Any) -> Any:
+        files = [(one.path_in_repo, Path(one.path_or_fileobj).read_text()) for one in operations]
+        self.calls.append(("commit", repo, files, options["revision"]))
+        return SimpleNamespace(commit_url=f"https://hub/{repo}/commit/1")
 
 
 @pytest.fixture
@@ -37,20 +43,35 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> type[Hub]:
     return Hub
 
 
-def result(name: str, verified: Verified | None = None) -> ExportResult:
-    return ExportResult(name, Path("exports", name), 1, verified or Verified("all", {"tensors": 1}))
+def result(name: str, verified: Verified | None = None, folder: Path = Path("exports")) -> ExportResult:
+    return ExportResult(name, folder / name, 1, verified or Verified("all", {"tensors": 1}))
 
 
-def test_exports_go_where_they_belong(hub: type[Hub]) -> None:
-    assert push([result("gguf")], "me/mine") == "https://hub/me/mine"
-    push([result("adapter"), result("gguf")], "me/both")
+def test_exports_go_where_they_belong_by_one_commit(hub: type[Hub], tmp_path: Path) -> None:
+    """Whole or not at all: a commit for each format left some where a later one failed."""
+    for name in ("adapter", "gguf"):
+        (tmp_path / name / "sub").mkdir(parents=True)
+        (tmp_path / name / "README.md").write_text(name)
+        (tmp_path / name / "sub" / "x").write_text("x")
+    both = [result(name, folder=tmp_path) for name in ("adapter", "gguf")]
+    assert push(both[1:], "me/mine@v2/a") == "https://hub/me/mine/commit/1"
+    push(both, "me/both")
     made = {"exist_ok": True, "private": True}
     assert hub.calls == [
         ("create", "me/mine", made),
-        ("upload", "me/mine", "gguf", None),
+        ("branch", "me/mine", {"branch": "v2/a", "exist_ok": True}),
+        ("commit", "me/mine", [("README.md", "gguf"), ("sub/x", "x")], "v2/a"),
         ("create", "me/both", made),
-        ("upload", "me/both", "adapter", "adapter"),
-        ("upload", "me/both", "gguf", "gguf"),
+        (
+            "commit",
+            "me/both",
+            [
+                (f"{name}/{file}", text)
+                for name in ("adapter", "gguf")
+                for file, text in (("README.md", name), ("sub/x", "x"))
+            ],
+            None,
+        ),
     ]
 
 
@@ -72,6 +93,6 @@ def test_a_hub_that_cannot_be_reached_is_ft755(monkeypatch: pytest.MonkeyPatch) 
     """By the client's own errors, which are those of its HTTP library."""
     api = partial(huggingface_hub.HfApi, endpoint="http://127.0.0.1:9", token="hf_none")
     monkeypatch.setattr(huggingface_hub, "HfApi", api)
-    with pytest.raises(FtcliError, match="nothing more is uploaded") as caught:
+    with pytest.raises(FtcliError, match="nothing is uploaded") as caught:
         push([result("gguf")], "me/mine")
     assert (caught.value.findings[0].code, caught.value.exit_code) == ("FT755", 3)

@@ -172,6 +172,14 @@ def trls(calls: list[tuple[str, dict[str, Any]]]) -> list[tuple[str, str]]:
     return found
 
 
+def test_its_state_is_its_public_attributes(counters: EnvironmentPool) -> None:
+    (one,) = begun(counters, {"start": 1, "odd": {1, 2}})
+    one.call([("add", {"by": 2})], None)
+    assert one.state() == {"count": 3}, "the row holds a set, which is no JSON value"
+    one.worker.end()
+    assert one.state()["count"] == 3
+
+
 def test_coroutines_of_a_turn_run_together(counters: EnvironmentPool) -> None:
     (one,) = begun(counters, {})
     one.call([("later", {"seconds": 0.0})], None)  # asyncio is imported now

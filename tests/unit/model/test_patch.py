@@ -532,6 +532,30 @@ def test_a_kernel_that_does_not_fit_the_gpu_is_a_coded_error(monkeypatch: pytest
         self_check(model, applied, "reference", batch(), PLAN)
 
 
+class _Refusing(torch.autograd.Function):
+    """A backward that a package refuses on this GPU."""
+
+    @staticmethod
+    def forward(_ctx: Any, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden.clone()
+
+    @staticmethod
+    def backward(_ctx: Any, *_gradients: Any) -> torch.Tensor:
+        raise RuntimeError("Triton >= 3.4.0 and < 3.7.1 on Hopper GPUs produces incorrect results")
+
+
+def test_a_package_of_transformers_that_refuses_the_gpu_is_no_bug(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FT190 of Qwen3.5 on an H200 where flash-linear-attention was installed: only transformers' layers take it."""
+    model = adapted("llama")
+    applied = patch(model, "reference")
+    layer = type(applied.undo() or model.get_decoder().layers[1])
+    applied, forward = patch(model, "reference"), layer.forward
+    monkeypatch.setattr(layer, "forward", lambda self, hidden, **kw: _Refusing.apply(forward(self, hidden, **kw)))
+    with pytest.raises(FtcliError, match=r"FT704: transformers' own layer fails here.*on Hopper") as caught:
+        self_check(model, applied, "reference", batch(), PLAN)
+    assert caught.value.exit_code == 3
+
+
 def test_self_check_names_the_layer_that_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     model = adapted("llama")
     applied = patch(model, "reference")

@@ -364,10 +364,17 @@ def test_what_llama_cpp_does_not_build_is_known_before_training(
     asked = "lora: {}\nexport: {formats: [gguf]}\n"
     assert "FT756" not in [finding.code for finding in findings("meta-llama/Llama-3.1-8B", asked)]
     unbuilt = str(folder("m", {**TINY, "model_type": "helium"}, **tokenizer(eos_token="z")))
-    found = [(f.code, f.severity) for f in findings(unbuilt, asked) if f.code == "FT756"]
-    assert found == [("FT756", "note")]
-    refused = [(f.code, f.severity) for f in findings(unbuilt, asked, command="export") if f.code == "FT756"]
-    assert refused == [("FT756", "error")]
+
+    def told(formats: str, command: str = "train", **gguf: str) -> list[tuple[str, str]]:
+        text = f"lora: {{}}\nexport: {{formats: [{formats}], gguf: {gguf}}}\n"
+        return [(f.code, f.severity) for f in findings(unbuilt, text, command=command) if f.code in ("FT756", "FT758")]
+
+    assert told("gguf") == [("FT758", "note")]  # llama.cpp's own converter may know it, and is not here
+    assert told("gguf", "export") == [("FT758", "error")]
+    assert told("ollama") == [("FT756", "note")]
+    there = folder("llama.cpp")
+    (there / "convert_hf_to_gguf.py").write_text("")
+    assert told("gguf", "export", converter=str(there)) == []
 
 
 def test_ternary_types_are_for_ternary_weights(findings: Callable[..., list[Any]]) -> None:

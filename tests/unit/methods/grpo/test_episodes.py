@@ -77,8 +77,8 @@ def test_a_call_is_answered_and_the_next_turn_is_read_alone() -> None:
     assert one.turn == 6
     assert not turns.ended(0, 0, [5, CALL, 4, 7, 7, 7, 8, 4], "stop")
     assert talk.turns == [([5, CALL, 4], [1, 2]), ([8, 4], [1, 2, 5, CALL, 4, 7, 7, 7])]
-    assert one.reward is not None
-    assert one.reward.result() == 2.5
+    assert one.end is not None
+    assert one.end.result() == (2.5, {})
     assert (one.rounds, one.calls, one.failures) == (1, 1, 0)
 
 
@@ -92,7 +92,7 @@ def test_what_ends_a_rollout(tokens: list[int], reason: Any, settings: dict[str,
         assert turns.ended(0, 0, [CALL, 4], "stop")
         turns.given(wait=True)
     assert not turns.ended(0, 0, tokens, reason)
-    assert one.reward is not None, "it is scored when it ends"
+    assert one.end is not None, "it is scored when it ends"
 
 
 def test_an_answer_without_room_for_another_turn_ends_it_as_it_stands() -> None:
@@ -100,7 +100,7 @@ def test_an_answer_without_room_for_another_turn_ends_it_as_it_stands() -> None:
     assert turns.ended(0, 0, [5, CALL, 4], "stop")
     assert turns.given(wait=True) == [(0, 0, None)]
     assert one.turn == 0
-    assert one.reward is not None
+    assert one.end is not None
 
 
 def test_an_answer_that_cannot_fit_is_not_even_tokenized() -> None:
@@ -110,7 +110,7 @@ def test_an_answer_that_cannot_fit_is_not_even_tokenized() -> None:
     talk.answers = None
     assert turns.ended(0, 0, [5, CALL, 4], "stop")
     assert turns.given(wait=True) == [(0, 0, None)]
-    assert one.reward is not None
+    assert one.end is not None
 
 
 def test_a_broken_call_is_told_and_counted() -> None:
