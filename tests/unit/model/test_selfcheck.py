@@ -10,7 +10,7 @@ import torch
 from ftcli.errors import FtcliError
 from ftcli.model.backbone import head_of, rotation_kept
 from ftcli.model.loss import forward_loss
-from ftcli.model.selfcheck import check_head
+from ftcli.model.selfcheck import _compare, _Pass, check_head
 from ftcli.plan.precision import DtypePlan
 from tests.small_models import MULTIMODAL, STRUCTURES, TEXT, VOCABULARY, build, by_kind, config_of
 
@@ -105,3 +105,17 @@ def test_a_layer_that_fails_by_itself_is_no_fault_of_the_config() -> None:
     model.model.layers[1].mlp.down_proj.weight = torch.nn.Parameter(torch.zeros(3, 3))
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         check_head(model, ids()[0].tolist(), PLAN, CPU)
+
+
+def test_a_gradient_that_is_next_to_nothing_is_not_judged_by_its_own_size() -> None:
+    """A Qwen3.5 whose decay forgets all: rounding made 3.4e-4 of a gradient of 1.2e-7, and that was called a fault."""
+    large, small = torch.full((4, 4), 1e-2), torch.full((4, 4), 3e-8)
+    wanted = _Pass(torch.ones(2), {"input": torch.full((2,), 40.0), "a": large, "b": small})
+
+    def gradient(**changed: torch.Tensor) -> tuple[float, str]:
+        check = _compare("layers.0", _Pass(wanted.output, {**wanted.gradients, **changed}), wanted)
+        return check.gradient, check.worst
+
+    assert gradient(b=small * 1.0004)[0] < 2e-5
+    assert gradient(b=torch.zeros_like(small)) == (pytest.approx(0.03, rel=1e-3), "b")  # what is missing is seen
+    assert gradient(a=large * 1.0004) == (pytest.approx(4e-4, rel=1e-2), "a")
