@@ -149,6 +149,17 @@ def test_a_folder_of_something_else_is_refused(change: dict[str, Any], status: i
         assert said in str(document["findings"])
 
 
+@pytest.mark.parametrize("said", ["{", "[1]", '{"vocabulary": "x"}', '{"vocabulary": null, "teacher_top_k": 5}'])
+@pytest.mark.parametrize("teacher", [None, "bundled:tiny-gemma2"])
+def test_a_folder_that_says_nothing_sensible_is_refused_by_check(said: str, teacher: str | None, narrow: User) -> None:
+    """A vocabulary that is no number was FT190; what no run could read was no problem to check."""
+    (narrow.folder / "kept").mkdir()
+    (narrow.folder / "kept" / "teacher.json").write_text(said, encoding="utf-8")
+    recipe = narrow.recipe("s", train=TRAIN, data=DATA, distill={**_distill(narrow), "teacher": teacher})
+    status, document = narrow.run("check", recipe)
+    assert (status, set(_codes(document))) == (2, {"FT474"}), document
+
+
 def test_a_teacher_or_part_that_has_changed_is_refused(narrow: User) -> None:
     """The same name, other weights; a part of another folder; a part that is damaged; tokens that are others."""
     kept, distill = narrow.folder / "kept", _distill(narrow)

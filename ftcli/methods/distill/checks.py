@@ -87,13 +87,24 @@ def check_offline(context: Context) -> Findings:
 
 def _stored(context: Context, settings: DistillConfig, folder: str) -> Findings:
     """FT474 where the folder is of something else than the recipe says."""
-    told = read_json_object(expanded(folder) / TOLD)
-    if settings.teacher is None and not told:
+    path = expanded(folder) / TOLD
+    told = read_json_object(path)
+    if not told and (settings.teacher is None or path.exists()):
         message = f"{folder} holds no log-probabilities of a teacher"
-        yield context.error("FT474", "distill.teacher_logprobs", message, help="name the distill.teacher to be asked")
+        help = "name the distill.teacher to be asked"
+        if path.exists():
+            message, help = (
+                f"{path} cannot be read",
+                "restore it, or name another folder, for which the teacher is asked",
+            )
+        yield context.error("FT474", "distill.teacher_logprobs", message, help=help)
     if not told:
         return
-    top = min(settings.teacher_top_k, told.get("vocabulary", settings.teacher_top_k))
+    top, size = settings.teacher_top_k, told.get("vocabulary")
+    if not isinstance(size, int):
+        yield does_not_fit(folder, "vocabulary", size, "a number of tokens")
+        return
+    top = min(top, size)
     wanted: JsonObject = {"teacher_top_k": top, "temperature": settings.temperature}
     if settings.teacher is not None:
         wanted |= {"teacher": settings.teacher, "revision": settings.teacher_revision}
