@@ -289,6 +289,7 @@ TABLE: Mapping[str, Method] = {
         rules="ftcli.methods.grpo.checks:check",
         reward_rules="ftcli.methods.grpo.checks:check_rewards",
         row_rules="ftcli.methods.grpo.checks:check_rows",
+        asks="ftcli.methods.grpo.checks:other_model",
         survey="ftcli.methods.grpo.train:survey",
         sees=True,
         from_prompts=True,

@@ -146,6 +146,7 @@ def fields(line: MetricsLine, held_out: Mapping[str, float | str]) -> dict[str, 
 _OF_REWARDS = (
     ("reward_std", "spread", False),
     ("kl", "kl", False),
+    ("teacher_kl", "from teacher", False),
     ("entropy", "entropy", False),
     ("clip_ratio/region_mean", "clipped", True),
     ("cispo_clip_ratio", "clipped", True),

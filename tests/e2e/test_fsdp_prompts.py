@@ -61,7 +61,10 @@ def require_same(drills: Drills, alone: Any, change: dict[str, Any]) -> None:
     telling(
         {
             "uneven lengths by layer, nf4": (merged(NF4, UNEVEN), BY_LAYER),
-            "full with a reference": (FULL, None),
+            "full with a reference and a teacher": (
+                merged(FULL, {"grpo": {"teacher": "bundled:tiny-gemma2", "teacher_coef": 0.1}}),
+                None,
+            ),
             # Micro-batches without an advantage: their passes are made for the other rank's sake.
             "nothing to learn on a rank": (
                 merged(UNEVEN, {"grpo": {"beta": 0.0, "max_resample_times": 0, "num_iterations": 1}}),

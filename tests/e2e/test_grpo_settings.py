@@ -60,8 +60,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
             "num_iterations": 2,
         },
     },
-    "GDPO, entropies, two clips": {
+    "GDPO, entropies, two clips, a teacher in NF4": {
         "grpo": {
+            "teacher": "bundled:tiny-gemma2", "teacher_quantization": "nf4", "teacher_coef": 0.1, "num_iterations": 2,
             "multi_objective_aggregation": "normalize_then_sum", "entropy_coef": 0.01, "top_entropy_quantile": 0.5,
             "delta": 4.0, "off_policy_mask_threshold": 0.1,
             "rewards": [{"use": "regex", "pattern": "[a-z]"}, {"use": "regex", "pattern": "[0-9]", "weight": 0.5}],
@@ -80,7 +81,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "train": {"pure_bf16": True, "bf16_stochastic_round": True},
         "grpo": {"beta": 0.1},
     },
-    "DoRA on a few layers, plateau": {
+    "DoRA on a few layers, plateau, the base that sees the answer in place of rewards": {
+        "grpo": {"teacher_coef": 1.0, "teacher_column": "answer", "rewards": []},
         "train": {
             "max_steps": 5, "lr_scheduler_type": "reduce_lr_on_plateau",
             "lr_scheduler_kwargs": {"patience": 0, "threshold": 9.0, "threshold_mode": "abs"},
@@ -121,6 +123,9 @@ def test_a_run_honours_it_and_goes_on_alike(name: str, narrow: User) -> None:
         ({"grpo": {**GRPO, "top_p": 0.9}}, "FT277", "grpo.top_p: 0.9 samples from some of the tokens"),
         ({"grpo": {**GRPO, "top_k": 20}}, "FT277", "grpo.top_k: 20 samples from some of the tokens"),
         ({"grpo": {**GRPO, "loss_type": "cispo"}}, "FT276", "which is not set"),
+        ({"grpo": {**GRPO, "teacher_coef": 1.0}, "lora": None}, "FT288", "grpo.teacher is absent"),
+        ({"grpo": {**GRPO, "rewards": [], "teacher_coef": 1.0}}, "FT288", "learn from itself"),
+        ({"grpo": {**GRPO, "teacher_column": "answer"}}, "FT276", "is not read without grpo.teacher_coef"),
         ({"grpo": {**GRPO, "loss_type": "sapo", "epsilon": 0.1}}, "FT276", "grpo.epsilon is not read"),
         ({"grpo": {**GRPO, "stop_strings": ["7"], "mask_truncated_completions": True}}, "FT281", "loss"),
         ({"train": {"train_sampling_strategy": "group_by_length"}}, "FT250", "not supported by GRPO"),

@@ -10,7 +10,7 @@ from ftcli.config.model import ModelConfig, QuantizationConfig
 from ftcli.config.recipe import Recipe
 from ftcli.errors import Finding, Origin
 from ftcli.facts.generation import MOST_ROWS
-from ftcli.methods.distill.settings import DistillConfig
+from ftcli.methods.distill.settings import DistillConfig, TeacherConfig
 from ftcli.paths import expanded
 from ftcli.plain import JsonMap, JsonObject
 from ftcli.plan.memory.shards import LAYERS_AT_ONCE
@@ -27,38 +27,27 @@ _STORED = {"nf4": 0.6, "fp8": 1.05}
 
 def other_model(recipe: Recipe) -> OtherModel | None:
     """The teacher, where it is another model: held in the trained one's dtype, or as the section says."""
-    settings = recipe.distill
-    if settings is None or settings.teacher is None:
+    return None if recipe.distill is None else teacher_model(recipe, recipe.distill, "distill")
+
+
+def teacher_model(recipe: Recipe, settings: TeacherConfig, section: str) -> OtherModel | None:
+    """The model that ``teacher`` of a section names; None where it names none."""
+    if settings.teacher is None:
         return None
     named = {"name_or_path": settings.teacher, "revision": settings.teacher_revision}
     model: ModelConfig = recipe.model.model_copy(update={**named, "init": "pretrained", "tokenizer": None})
-    return OtherModel("distill.teacher", model, QuantizationConfig(method=settings.teacher_quantization))
+    return OtherModel(f"{section}.teacher", model, QuantizationConfig(method=settings.teacher_quantization))
 
 
 def check(context: Context) -> Findings:
     """FT262, FT274, FT276 and FT288."""
     recipe, settings = context.recipe, context.recipe.distill or DistillConfig()
-    if settings.teacher is None and (recipe.lora is None or settings.teacher_column is None):
-        message = "distill.teacher is absent, so the model would learn from itself what it knows"
-        help = (
-            "name a teacher; or train adapters (`lora`), and name a distill.teacher_column that the teacher alone sees"
-        )
-        yield context.error("FT288", "distill.teacher", message, help=help)
-    if settings.teacher is None and recipe.lora is not None and recipe.lora.changes_base:
-        message = (
-            f"init_lora_weights: {recipe.lora.init_lora_weights} changes the base weights, which are the teacher "
-            "without adapters"
-        )
-        yield context.error("FT274", "lora.init_lora_weights", message, help="use another init_lora_weights")
+    yield from teacher_findings(context, settings, "distill", alone=True)
     for name in ("teacher_logprobs", "teacher_top_k"):
         if context.says(f"distill.{name}"):
             message = f"distill.{name} is not read where a teacher judges the student's own answers"
             help = "write train.method: distill_offline, or remove it"
             yield context.error("FT276", f"distill.{name}", message, help=help)
-    for name in ("teacher_revision", "teacher_quantization") if settings.teacher is None else ():
-        if context.says(f"distill.{name}"):
-            message = f"distill.{name} is not read without distill.teacher"
-            yield context.error("FT276", f"distill.{name}", message, help="remove it")
     total = settings.max_prompt_length + settings.max_completion_length
     if total > recipe.data.max_seq_len:
         yield context.error(
@@ -68,6 +57,27 @@ def check(context: Context) -> Findings:
             f"{settings.max_completion_length} = {total} exceeds data.max_seq_len {recipe.data.max_seq_len}",
             help=f"use data.max_seq_len: {total}, or shorter prompts and completions",
         )
+
+
+def teacher_findings(context: Context, settings: TeacherConfig, section: str, *, alone: bool) -> Findings:
+    """FT274, FT276 and FT288 for a section's teacher. ``alone``: nothing else is learnt from."""
+    lora, key = context.recipe.lora, f"{section}.teacher"
+    if settings.teacher is not None:
+        return
+    if lora is None or (alone and settings.teacher_column is None):
+        message = f"{key} is absent, so the model would learn from itself what it knows"
+        help = f"name a teacher; or train adapters (`lora`), and name a {key}_column that the teacher alone sees"
+        yield context.error("FT288", key, message, help=help)
+    if lora is not None and lora.changes_base:
+        message = (
+            f"init_lora_weights: {lora.init_lora_weights} changes the base weights, which are the teacher "
+            "without adapters"
+        )
+        yield context.error("FT274", "lora.init_lora_weights", message, help="use another init_lora_weights")
+    for name in ("revision", "quantization"):
+        if context.says(f"{key}_{name}"):
+            message = f"{key}_{name} is not read without {key}"
+            yield context.error("FT276", f"{key}_{name}", message, help="remove it")
 
 
 def check_offline(context: Context) -> Findings:
@@ -130,15 +140,20 @@ def does_not_fit(folder: str, name: str, said: Any, wanted: Any) -> Finding:
 
 def check_rows(context: Context, first: FirstRows) -> Findings:
     """FT453 where a row lacks the column that the teacher alone is to see."""
-    column = (context.recipe.distill or DistillConfig()).teacher_column
+    yield from column_findings(context.recipe.distill or DistillConfig(), "distill", first)
+
+
+def column_findings(settings: TeacherConfig, section: str, first: FirstRows) -> Findings:
+    """FT453, by the section that names the column."""
+    column = settings.teacher_column
     without = next((row for row in first.rows if column is not None and column not in row.fields), None)
     if column is not None and without is not None:
-        yield no_column(column, without.origin)
+        yield no_column(column, without.origin, section)
 
 
-def no_column(column: str, origin: Origin) -> Finding:
-    """FT453 for a row without ``distill.teacher_column``."""
-    message = f"distill.teacher_column names the column {column!r}, which this row does not have"
+def no_column(column: str, origin: Origin, section: str) -> Finding:
+    """FT453 for a row without the section's ``teacher_column``."""
+    message = f"{section}.teacher_column names the column {column!r}, which this row does not have"
     return Finding("FT453", message, origin, "add it to all rows, or name another one")
 
 
@@ -160,20 +175,24 @@ def memory(plan: RunPlan) -> MethodMemory:
     rows = train.per_device_train_batch_size * settings.max_completion_length
     sizes, element = plan.sizes, plan.dtypes.compute_bytes
     needed = divergence_bytes(rows, sizes.hidden_size, sizes.vocab_size, element, on_gpu=plan.device.kind == "cuda")
-    teacher = 0
-    if plan.other is not None:
-        each = _STORED.get(settings.teacher_quantization, float(plan.dtypes.parameter_bytes))
-        parameters = plan.other.parameters or 0
-        teacher = int(parameters * each) // plan.shard_size
-        if plan.shard_size > 1:
-            teacher += _gathered(plan, parameters, each)
     completions = train.per_device_train_batch_size * train.gradient_accumulation_steps
     return MethodMemory(
         seq_len=seq_len,
         loss_bytes=needed + rows * sizes.hidden_size * 3 * element,
-        reference_bytes=teacher,
+        reference_bytes=teacher_bytes(plan, settings),
         generation=Generation(min(completions, MOST_ROWS), settings.max_prompt_length, seq_len),
     )
+
+
+def teacher_bytes(plan: RunPlan, settings: TeacherConfig) -> int:
+    """Bytes of a teacher beside the model, sharded like it; 0 for the model without its adapters."""
+    if plan.other is None:
+        return 0
+    each, parameters = (
+        _STORED.get(settings.teacher_quantization, float(plan.dtypes.parameter_bytes)),
+        plan.other.parameters or 0,
+    )
+    return int(parameters * each) // plan.shard_size + (_gathered(plan, parameters, each) if plan.shard_size > 1 else 0)
 
 
 def _gathered(plan: RunPlan, parameters: int, each: float) -> int:

@@ -219,7 +219,7 @@ class DistillObjective(SampledObjective):
         self.restore_metrics(state.get("metrics", {}))
 
 
-def teacher_texts(job: Job, column: str, asked: Sequence[RenderedPrompt]) -> list[str]:
+def teacher_texts(job: Job, section: str, column: str, asked: Sequence[RenderedPrompt]) -> list[str]:
     """The prompts as the teacher sees them, with the text of a column at the end of the last turn.
 
     Raises FtcliError FT453 (exit 4) where a row lacks the column.
@@ -230,6 +230,6 @@ def teacher_texts(job: Job, column: str, asked: Sequence[RenderedPrompt]) -> lis
     for one in asked:
         prompt, more = one.prompt, one.prompt.row.fields.get(column)
         if more is None:
-            raise FtcliError([no_column(column, prompt.row.origin)], ExitCode.DATA)
+            raise FtcliError([no_column(column, prompt.row.origin, section)], ExitCode.DATA)
         found.append(renderer.prompt(prompt.followed_by(str(more))))
     return found

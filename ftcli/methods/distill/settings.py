@@ -9,11 +9,8 @@ from pydantic import Field
 from ftcli.config.base import Count, Fraction, Items, PathText, Section
 
 
-class DistillConfig(Section):
-    """Distillation: on the student's own answers (`train.method: distill`) or on those of the rows, from stored
-    log-probabilities of a teacher (`distill_offline`). Leaf names are those of TRL's DistillationConfig where it has
-    them.
-    """
+class TeacherConfig(Section):
+    """The teacher of a method whose model answers prompts itself."""
 
     teacher: PathText | None = Field(
         default=None,
@@ -28,6 +25,14 @@ class DistillConfig(Section):
         default=None,
         description="A column of the rows, of text that the teacher alone sees: it ends the last user turn.",
     )
+
+
+class DistillConfig(TeacherConfig):
+    """Distillation: on the student's own answers (`train.method: distill`) or on those of the rows, from stored
+    log-probabilities of a teacher (`distill_offline`). Leaf names are those of TRL's DistillationConfig where it has
+    them.
+    """
+
     teacher_logprobs: PathText | None = Field(
         default=None,
         description="distill_offline: folder of the teacher's log-probabilities. What it lacks is asked of `teacher` "

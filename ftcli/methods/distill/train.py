@@ -49,7 +49,7 @@ class Distillation(PromptMethod):
 
         require_step(len(prompts), job.recipe)
         if self._settings.teacher_column is not None:
-            self._texts = teacher_texts(job, self._settings.teacher_column, prompts)
+            self._texts = teacher_texts(job, "distill", self._settings.teacher_column, prompts)
 
     def load_other(self, job: Job, rows: Sequence[TokenizedRow], group: RankGroup | None) -> Inputs | None:
         """The teacher, where it is another model, whose tokens have to be the student's (FT326)."""

@@ -6,11 +6,13 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 
 from ftcli.config.evaluation import RewardConfig
+from ftcli.config.recipe import Recipe
 from ftcli.facts.generation import MOST_ROWS
 from ftcli.judges import missing_answer, reserved_column
+from ftcli.methods.distill.checks import column_findings, teacher_bytes, teacher_findings, teacher_model
 from ftcli.methods.grpo.settings import GrpoConfig
 from ftcli.paths import expanded
-from ftcli.plan.run import Generation, MethodMemory, RunPlan
+from ftcli.plan.run import Generation, MethodMemory, OtherModel, RunPlan
 from ftcli.preflight.checks.context import Context, Findings
 from ftcli.preflight.checks.data import FirstRows
 from ftcli.preflight.checks.judging import class_findings, function_findings, judge_findings
@@ -18,7 +20,7 @@ from ftcli.tables import judges, layouts
 
 
 def check(context: Context) -> Findings:
-    """For commands that train with it: FT260 to FT265, FT270, FT274, FT276 to FT281; FT451, FT452 for files."""
+    """For commands that train with it: FT260 to FT265, FT270, FT274, FT276 to FT281, FT288; FT451, FT452 for files."""
     grpo = context.recipe.grpo
     if context.method.section is None:
         return
@@ -27,7 +29,7 @@ def check(context: Context) -> Findings:
         yield context.error("FT260", "", "`ftcli grpo` needs the section `grpo`", help=help)
         return
     rules = _batch, _lengths, reference_findings, _clips, _unread_settings, _sampling, _stops
-    for rule in (*rules, _early_stopping, _environment):
+    for rule in (*rules, _early_stopping, _environment, _teacher):
         yield from rule(context, grpo)
     yield from check_rewards(context)
 
@@ -52,6 +54,7 @@ def check_rows(context: Context, first: FirstRows) -> Findings:
     grpo = context.recipe.grpo
     if grpo is None:
         return
+    yield from column_findings(grpo, "grpo", first)
     columns = set.intersection(*(set(row.fields) for row in first.rows))
     taken = reserved_column(columns)
     if taken is not None:
@@ -162,7 +165,7 @@ _UNREAD: tuple[tuple[str, Callable[[GrpoConfig], bool], str], ...] = (
     ),
     (
         "max_resample_times",
-        lambda g: g.advantage_estimator == "reinforce_plus_plus",
+        lambda g: g.advantage_estimator == "reinforce_plus_plus" or g.teacher_coef > 0,
         "where groups without spread teach, too",
     ),
     ("overlong_penalty", lambda g: g.overlong_buffer is None, "without grpo.overlong_buffer"),
@@ -170,6 +173,10 @@ _UNREAD: tuple[tuple[str, Callable[[GrpoConfig], bool], str], ...] = (
     ("sync_ref_model", lambda g: not g.beta, "without grpo.beta, where there is no reference"),
     ("ref_model_mixup_alpha", lambda g: not g.sync_ref_model, "without grpo.sync_ref_model"),
     ("ref_model_sync_steps", lambda g: not g.sync_ref_model, "without grpo.sync_ref_model"),
+    *(
+        (name, lambda g: not g.teacher_coef, "without grpo.teacher_coef")
+        for name in ("teacher", "teacher_revision", "teacher_quantization", "teacher_column")
+    ),
 )
 
 
@@ -195,7 +202,7 @@ def _environment(context: Context, grpo: GrpoConfig) -> Findings:
     """FT451 and FT452 for the file of an environment, which is not run; FT263 where nothing could be rewarded."""
     settings = grpo.environment
     if settings is None:
-        if not grpo.rewards:
+        if not grpo.rewards and not grpo.teacher_coef:
             help = "add `- use: exact_match`"
             yield context.error("FT263", "grpo.rewards", "grpo.rewards is empty, so nothing is rewarded", help=help)
         return
@@ -203,6 +210,22 @@ def _environment(context: Context, grpo: GrpoConfig) -> Findings:
     if not settings.weight and not any(reward.weight for reward in grpo.rewards):
         message = "grpo.environment.weight is 0, and there is no other reward, so nothing is rewarded"
         yield context.error("FT263", "grpo.environment.weight", message, help="remove it: it is 1 then")
+
+
+def other_model(recipe: Recipe) -> OtherModel | None:
+    """The teacher, where it is another model."""
+    grpo = recipe.grpo
+    return None if grpo is None or not grpo.teacher_coef else teacher_model(recipe, grpo, "grpo")
+
+
+def _teacher(context: Context, grpo: GrpoConfig) -> Findings:
+    """FT274, FT276 and FT288."""
+    if not grpo.teacher_coef:
+        return
+    yield from teacher_findings(context, grpo, "grpo", alone=not (grpo.rewards or grpo.environment))
+    if grpo.teacher_column is not None and grpo.environment is not None:
+        message = "grpo.teacher_column is not read where an environment writes the prompts"
+        yield context.error("FT276", "grpo.teacher_column", message, help="remove it")
 
 
 def _early_stopping(context: Context, grpo: GrpoConfig) -> Findings:
@@ -306,7 +329,8 @@ def memory(plan: RunPlan) -> MethodMemory:
     log-probabilities from hidden states.
 
     Full fine-tuning with ``beta`` needs a second model as reference, sharded like the first. Adapters need none: they
-    can be switched off. Reward models stay beside the policy, in bfloat16, whole on each GPU.
+    can be switched off. A teacher that is another model stays beside the policy, sharded like it; reward models do,
+    too, in bfloat16, whole on each GPU.
     """
     recipe, train = plan.recipe, plan.recipe.train
     settings = recipe.grpo
@@ -318,7 +342,7 @@ def memory(plan: RunPlan) -> MethodMemory:
     return MethodMemory(
         seq_len=seq_len,
         loss_bytes=plan.log_prob_bytes(train.per_device_train_batch_size * settings.max_completion_length),
-        reference_bytes=(plan.model_bytes if second else 0) + _reward_bytes(settings),
+        reference_bytes=(plan.model_bytes if second else 0) + _reward_bytes(settings) + teacher_bytes(plan, settings),
         generation=Generation(min(completions, MOST_ROWS), settings.max_prompt_length, seq_len),
     )
 

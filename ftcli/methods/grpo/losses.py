@@ -21,6 +21,10 @@ With ``beta`` each token has beta r (exp(d) - d - 1) more, d = reference - l: Sc
 its gradient that of the reverse KL divergence (DeepSeek-V3.2, section 3.1) unless ``use_bias_correction_kl`` is off.
 ``entropy_coef`` times the mean entropy of the tokens that are left is subtracted, whatever the loss divides by.
 
+With ``teacher_coef`` c and a teacher's log-probabilities t, a token's advantage is A + c (t - l'), without gradient.
+Over what the policy samples, l' - t is the reverse KL divergence on average, and the loss has its gradient (on-policy
+distillation: thinkingmachines.ai/blog/on-policy-distillation; MiMo-V2-Flash, arXiv:2601.02780).
+
 The names, the defaults of temperatures and of phi, and what is averaged over what are those of TRL's GRPOTrainer, with
 which tests compare.
 """
@@ -39,7 +43,8 @@ from ftcli.methods.grpo.settings import GrpoConfig
 
 #: A micro-batch: ``prompt_ids``, ``prompt_mask`` (B, P), ``completion_ids``, ``completion_mask`` (B, C),
 #: ``advantages`` (B,), ``num_items_in_batch`` (), and where they are known ``old_per_token_logps``,
-#: ``ref_per_token_logps``, ``sampling_per_token_logps`` and ``tool_mask`` (B, C), 0 for tokens between two turns.
+#: ``ref_per_token_logps``, ``teacher_per_token_logps``, ``sampling_per_token_logps`` and ``tool_mask`` (B, C), 0 for
+#: tokens between two turns.
 Completions: TypeAlias = Mapping[str, Tensor]
 
 
@@ -75,6 +80,11 @@ def policy_loss(
     """
     mask, advantages = loss_mask(batch), batch["advantages"][:, None]
     old = batch.get("old_per_token_logps", log_probs.detach())
+    metrics: dict[str, Tensor] = {}
+    if grpo.teacher_coef:
+        above = batch["teacher_per_token_logps"] - old
+        advantages = advantages + grpo.teacher_coef * above
+        metrics["teacher_kl"] = _token_mean(-above, mask)
     log_ratio = log_probs - old
     log_weights = log_ratio
     if grpo.importance_sampling_level == "sequence":
@@ -82,10 +92,11 @@ def policy_loss(
     ratio = torch.exp(log_weights)
     phi = _phi(advantages, log_ratio, mask) if grpo.loss_type == "vespo" else None
     token_loss = _token_loss(grpo, ratio, advantages, log_probs, phi)
-    metrics: dict[str, Tensor] = {}
     if grpo.off_policy_mask_threshold is not None:
         drift = batch.get("sampling_per_token_logps", old) - log_probs.detach()
-        dropped = (advantages < 0) & (_row_means(drift, mask)[:, None] > grpo.off_policy_mask_threshold)
+        dropped = (batch["advantages"][:, None] < 0) & (
+            _row_means(drift, mask)[:, None] > grpo.off_policy_mask_threshold
+        )
         token_loss = token_loss.masked_fill(dropped, 0.0)
         metrics["off_policy_masked"] = dropped.float().mean()
     learning = mask

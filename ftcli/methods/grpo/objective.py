@@ -21,6 +21,7 @@ from torch import Tensor
 from ftcli.data.asked import RenderedPrompt
 from ftcli.job import Job
 from ftcli.judges import columns_of
+from ftcli.methods.distill.objective import Teacher
 from ftcli.methods.grpo.advantages import Advantages, advantages_of, deviation
 from ftcli.methods.grpo.draws import Acting, Drawn, DrawnCompletion, Draws, share_of
 from ftcli.methods.grpo.losses import Completions, StepShape, loss_mask
@@ -31,6 +32,7 @@ from ftcli.methods.grpo.rollouts import Rollouts, SampledObjective, gather_rows,
 from ftcli.methods.grpo.settings import GrpoConfig
 from ftcli.methods.grpo.spans import LOG_PROBS, OPTIMIZER, REWARDS, ROLLOUT, TRAINING, Spans
 from ftcli.model.backbone import compute_context
+from ftcli.model.shards import reshard_model
 from ftcli.plain import JsonObject
 from ftcli.run.completions import ScoredCompletion
 from ftcli.run.metrics import MetricsLine
@@ -91,6 +93,7 @@ class GrpoObjective(SampledObjective):
         policy: Scores completions; its model is what learns.
         parity: Looks before the first step how well log-probabilities agree.
         completions: Takes the completions of a logging step; None where nobody does.
+        teacher: With ``teacher_coef``, and what scores completions under it.
     """
 
     def __init__(
@@ -106,7 +109,9 @@ class GrpoObjective(SampledObjective):
         prompts: int,
         spans: Spans,
         group: RankGroup | None,
+        teacher: tuple[Teacher, PolicyScores] | None = None,
     ) -> None:
+        self._teacher = teacher
         train, ranks = job.recipe.train, 1 if group is None else group.size
         self._grpo, self._policy, self._draws, self._reference = grpo, policy, draws, reference
         self._parity, self._completions, self._stagnation = parity, completions, Stagnation(grpo.early_stopping)
@@ -172,6 +177,8 @@ class GrpoObjective(SampledObjective):
         self._note_lengths(drawn)
         batch = self._padded(drawn)
         self._add_log_probs(batch)
+        if self._teacher is not None:
+            batch["teacher_per_token_logps"] = self._taught(*self._teacher, drawn, batch)
         rewards = drawn.rewards.to(self._job.device)
         found = advantages_of(rewards, draws.weights.to(rewards.device), grpo)
         self._note_rewards(rewards, found)
@@ -189,13 +196,12 @@ class GrpoObjective(SampledObjective):
         """Prompts padded on the left and completions on the right, on the device."""
         pad, device = self._job.pad_token_id, self._job.device
         made = drawn.completions
-        prompts, completions = [one.prompt for one in made], [one.tokens for one in made]
+        completions = [one.tokens for one in made]
         mask = _right(completions, 0, ones=True)
         if self._grpo.mask_truncated_completions:
             mask = mask * torch.tensor([one.ended for one in made], dtype=torch.int32)[:, None]
         batch = {
-            "prompt_ids": _right([ids[::-1] for ids in prompts], pad).flip(1),
-            "prompt_mask": _right(prompts, 0, ones=True).flip(1),
+            **_prompts([one.prompt for one in made], pad),
             "completion_ids": _right(completions, pad),
             "completion_mask": mask,
         }
@@ -219,7 +225,24 @@ class GrpoObjective(SampledObjective):
             with self._reference.at_hand() as model:
                 batch["ref_per_token_logps"] = self._scored(batch, model)
 
-    def _scored(self, batch: Completions, model: PreTrainedModel | None = None) -> Tensor:
+    def _taught(self, teacher: Teacher, scores: PolicyScores, drawn: Drawn, batch: dict[str, Tensor]) -> Tensor:
+        """(B, C): the teacher's log-probabilities, behind the prompts that it sees."""
+        shown, pad = batch, self._job.pad_token_id
+        if teacher.texts is not None:
+            texts = [teacher.texts[one.row] for one in drawn.completions]
+            prompts = _prompts(self._job.tokenizer(text=texts, add_special_tokens=False)["input_ids"], pad)
+            shown = batch | {name: value.to(self._job.device) for name, value in prompts.items()}
+        known = int(scores.model.get_input_embeddings().weight.shape[0])  # entries that pad the student's are more
+        shown = shown | {"completion_ids": batch["completion_ids"].where(batch["completion_ids"] < known, pad)}
+        with teacher.at_hand(self._policy.model):
+            found = self._scored(shown, scores=scores)
+        if teacher.model is not None:
+            reshard_model(teacher.model)
+        return found
+
+    def _scored(
+        self, batch: Completions, model: PreTrainedModel | None = None, scores: PolicyScores | None = None
+    ) -> Tensor:
         """(B, C), this rank's rows computed and all gathered."""
         own = share_of(len(batch["completion_ids"]), self._rank, self._ranks)
         ids, mask = joined(batch)
@@ -227,7 +250,7 @@ class GrpoObjective(SampledObjective):
         written = batch["tool_mask"][own] if "tool_mask" in batch else None
         width = batch["completion_ids"].shape[1]
         rows = batch[PROMPT_ROWS][own] if PROMPT_ROWS in batch else None
-        found, _ = self._policy.log_probs(
+        found, _ = (scores or self._policy).log_probs(
             ids[own], mask[own], width, rows_at_a_time=self._size, model=model, written=written, prompt_rows=rows
         )
         self._spans.enter(None)
@@ -376,6 +399,12 @@ def _right(rows: Sequence[Sequence[int]], fill: int, *, ones: bool = False) -> T
     return torch.tensor([row + [fill] * (longest - len(row)) for row in values])
 
 
+def _prompts(prompts: Sequence[Sequence[int]], pad: int) -> dict[str, Tensor]:
+    """Ids and mask, padded on the left."""
+    ids, mask = _right([one[::-1] for one in prompts], pad), _right(prompts, 0, ones=True)
+    return {"prompt_ids": ids.flip(1), "prompt_mask": mask.flip(1)}
+
+
 def _written(one: DrawnCompletion) -> list[int]:
     """1 for each token that the model wrote, 0 for those that stand between its turns."""
     given = set(one.given)
@@ -419,6 +448,7 @@ def build_grpo(
     group: RankGroup | None = None,
     reference: PreTrainedModel | None = None,
     acting: Acting | None = None,
+    teacher: Teacher | None = None,
 ) -> TrainingLoop:
     """The loop that trains ``model`` on completions of ``asked``, prompts that fit ``grpo.max_prompt_length``.
 
@@ -426,6 +456,7 @@ def build_grpo(
         tell_parity: Called before the first step with what :func:`check_parity` found.
         acting: What rollouts of several turns need; None: they have one.
         reference: What ``grpo.beta`` compares with; None for adapters, which are switched off for it.
+        teacher: With ``grpo.teacher_coef``.
     """
     columns = columns_of([one.prompt for one in asked])
     spans = Spans(job.device, (ROLLOUT, REWARDS, LOG_PROBS, TRAINING, OPTIMIZER), counted=(ROLLOUT, TRAINING))
@@ -434,19 +465,16 @@ def build_grpo(
         failures = RewardFailures(grpo.reward_failures.max_fraction, job.reporter)
         rollouts = Rollouts(model, job, grpo, group)
         draws = Draws(job, grpo, asked, columns, rewards, failures, rollouts, spans, group, acting)
-        policy = PolicyScores(
-            model,
-            job.batches(model),
-            pad_token_id=job.pad_token_id,
-            temperature=grpo.temperature,
-            device=job.device,
-            stack=stack,
-            spans=spans,
-            group=group,
-            shown=draws.shown,
-        )
+        asks: dict[str, Any] = {"pad_token_id": job.pad_token_id, "temperature": grpo.temperature, "device": job.device}
+        asks |= {"group": group, "shown": draws.shown}
+        policy = PolicyScores(model, job.batches(model), stack=stack, spans=spans, **asks)
+        taught = None
+        if teacher is not None:
+            taught = teacher, PolicyScores(teacher.model or model, teacher.batches, **asks)
         parity = ParityCheck(policy, job.dtypes, tell_parity)
         kept = Reference(model, reference, grpo), parity, hooks.completions
-        return GrpoObjective(job, grpo, policy, draws, *kept, prompts=len(asked), spans=spans, group=group)
+        return GrpoObjective(
+            job, grpo, policy, draws, *kept, prompts=len(asked), spans=spans, group=group, teacher=taught
+        )
 
     return build_loop(job, model, objective, hooks, group)

@@ -272,7 +272,7 @@ def scored_loss(
 
 def _without_part(advantages: Tensor, grpo: GrpoConfig) -> tuple[bool, ...] | None:
     """Which rows bear no gradient; None where each of them does, or its entropies count."""
-    if grpo.beta or grpo.entropy_coef or grpo.top_entropy_quantile < 1:
+    if grpo.beta or grpo.teacher_coef or grpo.entropy_coef or grpo.top_entropy_quantile < 1:
         return None
     silent = (advantages == 0).tolist()
     return tuple(silent) if any(silent) else None

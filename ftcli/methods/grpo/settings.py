@@ -8,6 +8,7 @@ from pydantic import Field
 
 from ftcli.config.base import Count, Fraction, Items, Rate, Section, Served
 from ftcli.config.evaluation import OnError, RewardConfig
+from ftcli.methods.distill.settings import TeacherConfig
 
 
 class RewardPlateauConfig(Section):
@@ -76,7 +77,7 @@ class RewardFailuresConfig(Section):
     )
 
 
-class GrpoConfig(Section):
+class GrpoConfig(TeacherConfig):
     """GRPO reinforcement fine-tuning. Leaf names are those of TRL's GRPOConfig."""
 
     num_generations: Annotated[int, Field(ge=2, le=1024)] = Field(default=8, description="Completions per prompt.")
@@ -122,6 +123,11 @@ class GrpoConfig(Section):
     scale_rewards: Literal["group", "batch", "none"] = Field(
         default="group",
         description="What the advantages' standard deviation is taken over. `rloo` scales with `batch` alone.",
+    )
+    teacher_coef: Annotated[float, Field(ge=0, le=1e3)] = Field(
+        default=0.0,
+        description="Adds to each token's advantage so many times what a teacher's log-probability of it is above the "
+        "policy's; 0 asks no teacher.",
     )
     num_iterations: Count = Field(default=1, description="Optimizer passes over one set of completions.")
     steps_per_generation: Count | None = Field(

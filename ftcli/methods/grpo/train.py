@@ -52,6 +52,8 @@ class Grpo(PromptMethod):
         self._rewards: list[Reward] = []
         self._acting: Acting | None = None
         self._reference: Any = None
+        self._teacher: Any = None
+        self._texts: list[str] | None = None
 
     def room(self, recipe: Recipe) -> PromptLimit:
         return uncut("grpo", self._grpo.max_prompt_length)
@@ -68,6 +70,10 @@ class Grpo(PromptMethod):
         access = JudgeAccess(job.session.secret, job.session.cache_dir)
         self._rewards = build_rewards(self._grpo.rewards, columns_of([one.prompt for one in prompts]), access)
         self._acting = open_acting(job, self._grpo)
+        if self._grpo.teacher_column is not None:
+            from ftcli.methods.distill.objective import teacher_texts
+
+            self._texts = teacher_texts(job, "grpo", self._grpo.teacher_column, prompts)
 
     def close(self) -> None:
         """Ends what acts."""
@@ -75,14 +81,19 @@ class Grpo(PromptMethod):
             self._acting.pool.close()
 
     def load_other(self, job: Job, rows: Sequence[TokenizedRow], group: RankGroup | None) -> Inputs | None:
-        """The reference of full fine-tuning; adapters can be switched off."""
+        """The reference of full fine-tuning, where adapters can be switched off; a teacher that is another model."""
         from ftcli.train import assembly
 
         if job.recipe.lora is None and self._grpo.beta:
             self._reference = assembly.build_reference(job, rows)
             if group is not None:
                 assembly.shard_weights(job, self._reference, group)
-        return None
+        if job.report.asked is None:
+            return None
+        from ftcli.train.on_rows import loaded_beside
+
+        *self._teacher, inputs = loaded_beside(job, rows, group)
+        return inputs
 
     def build(
         self,
@@ -93,15 +104,20 @@ class Grpo(PromptMethod):
         hooks: TrainerHooks,
         group: RankGroup | None,
     ) -> TrainingLoop:
+        from ftcli.methods.distill.objective import Teacher
         from ftcli.methods.grpo.objective import build_grpo
+
+        teacher = None
+        if self._grpo.teacher_coef:
+            other, batches = self._teacher or (None, job.batches(model))
+            teacher = Teacher(other, batches, self._texts)
 
         def agreement(parity: Parity) -> None:
             job.reporter.info(parity.summary())  # of several ranks, each looks at its own first batch
             add_to_manifest(context, {"log_probs": parity})
 
-        return build_grpo(
-            job, self._grpo, model, prompts, self._rewards, hooks, agreement, group, self._reference, self._acting
-        )
+        beside = group, self._reference, self._acting, teacher
+        return build_grpo(job, self._grpo, model, prompts, self._rewards, hooks, agreement, *beside)
 
 
 def train_grpo(loaded: LoadedRecipe, session: Session, group: RankGroup | None = None) -> PromptsResult | CompleteRun:
@@ -115,13 +131,18 @@ def train_grpo(loaded: LoadedRecipe, session: Session, group: RankGroup | None =
 
 
 def require_images(recipe: Recipe, prompts: Sequence[RenderedPrompt]) -> None:
-    """Raises FtcliError (exit 4): FT448 for a tower without images, FT412 for images before an environment."""
+    """Raises FtcliError (exit 4): FT448 for a tower without images, FT412 for images before an environment or a
+    teacher that does not see them.
+    """
     seeing = next((one for one in prompts if one.images), None)
     if seeing is None:
         raise_without_images(recipe)
-    elif recipe.grpo is not None and recipe.grpo.environment is not None:
-        message = "the row has images, and prompts of grpo.environment are text alone"
-        raise data_error("FT412", message, seeing.prompt.row.origin, "leave the images or grpo.environment out")
+        return
+    grpo = recipe.grpo or GrpoConfig()
+    for key in ("environment", "teacher", "teacher_column"):
+        if getattr(grpo, key) is not None:
+            message = f"the row has images, and prompts of grpo.{key} are text alone"
+            raise data_error("FT412", message, seeing.prompt.row.origin, f"leave the images or grpo.{key} out")
 
 
 def require_rollout(prompts: int, recipe: Recipe) -> None:

@@ -66,6 +66,7 @@ _SUPERVISED = (
 _ENDS = ("completions/min_length", "completions/max_length")
 _OF_REWARDS = (
     _alone("KL to the base model", "kl", "KL", log=True),
+    _alone("KL to the teacher", "teacher_kl", "KL"),
     Chart(
         "Completion length, tokens",
         (Curve("completions/mean_length", "mean", smooth=True, ends=_ENDS),),

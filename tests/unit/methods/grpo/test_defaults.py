@@ -22,6 +22,12 @@ OWN = {
     "environment",  # TRL's trainer takes environment_factory
     "overlong_buffer",  # TRL has a reward function
     "overlong_penalty",
+    # TRL has teachers in trainers of their own
+    "teacher",
+    "teacher_revision",
+    "teacher_quantization",
+    "teacher_column",
+    "teacher_coef",
 }
 #: Keys whose default is another here: ours, TRL's.
 OTHERWISE = {"max_completion_length": (256, 512)}

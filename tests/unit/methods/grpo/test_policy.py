@@ -233,6 +233,26 @@ def test_what_a_loss_can_have_besides_is_trls_own(both: Both, way: str) -> None:
         both.set(**PLAIN)
 
 
+@pytest.mark.parametrize("loss", ["grpo", "dapo", "cispo", "sapo", "vespo"])
+@pytest.mark.parametrize("both", ["LoRA"], indirect=True)
+def test_a_teachers_advantage_is_one_of_tokens_as_trl_takes_it(both: Both, loss: str) -> None:
+    inputs = batch(silent=False)
+    inputs["teacher_per_token_logps"] = -7.5 + 0.3 * torch.randn(6, 7)
+    both.set(**PLAIN)
+    both.set(loss_type=loss, epsilon_high=5.0)
+    both.grpo = both.grpo.model_copy(update={"teacher_coef": 0.7})
+    try:
+        mine = both.of_ours(inputs, "unpadded")
+    finally:
+        both.grpo = both.grpo.model_copy(update={"teacher_coef": 0.0})
+    above = inputs["teacher_per_token_logps"] - inputs["old_per_token_logps"]
+    wanted = both.of_theirs({**inputs, "advantages": inputs["advantages"][:, None] + 0.7 * above})
+    both.set(**PLAIN)
+    torch.testing.assert_close(mine[0], wanted[0], rtol=2e-5, atol=1e-6)
+    for name, gradient in wanted[1].items():
+        torch.testing.assert_close(mine[1][name], gradient, rtol=1e-3, atol=1e-5)
+
+
 @pytest.mark.parametrize(("loss", "change"), [("dapo", {}), ("grpo", {"beta": 0.1}), ("luspo", {"entropy_coef": 0.1})])
 @pytest.mark.parametrize("both", ["LoRA"], indirect=True)
 def test_what_stands_between_turns_bears_no_loss_as_in_trl(both: Both, loss: str, change: dict[str, Any]) -> None:
