@@ -16,19 +16,29 @@ from ftcli.tables import exports, gguf, judges
 OnError = Literal["stop", "skip"] | Annotated[float, Field(ge=-1e12, le=1e12)]
 
 
-class EndpointConfig(Section):
-    """A model behind an address that speaks OpenAI's chat completions."""
+class AddressConfig(Section):
+    """An address that speaks OpenAI's protocol."""
 
     url: Annotated[str, Field(pattern=r"^https?://[^\s]+$")] = Field(
-        description="The address before `/chat/completions`, such as `https://api.openai.com/v1`."
+        description="The address before `/chat/completions` or `/completions`, such as `https://api.openai.com/v1`."
     )
+    api_key_env: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")] | None = Field(
+        default=None, description="The environment variable that holds the key; none is sent when absent."
+    )
+    concurrency: Annotated[int, Field(ge=1, le=1024)] = Field(default=16, description="Requests at a time.")
+    retries: Annotated[int, Field(ge=0, le=20)] = Field(
+        default=4, description="Further tries where it is busy or out of reach, each after twice as long."
+    )
+    timeout: Annotated[float, Field(gt=0, le=3600)] = Field(default=60.0, description="Seconds of one request.")
+
+
+class EndpointConfig(AddressConfig):
+    """A model behind an address that speaks OpenAI's chat completions."""
+
     model: Annotated[str, Field(min_length=1)] = Field(description="The model's name there.")
     prompt: Annotated[str, Field(pattern=r"\{completion\}")] = Field(
         description="What it is asked; `{prompt}`, `{completion}`, `{answer}` and the names of other columns in braces "
         "are filled in."
-    )
-    api_key_env: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")] | None = Field(
-        default=None, description="The environment variable that holds the key; none is sent when absent."
     )
     request: JsonObject = Field(
         default_factory=dict, description="Further keys of each request, such as `{temperature: 0}`."
@@ -36,11 +46,6 @@ class EndpointConfig(Section):
     max_requests: Count = Field(
         default=100_000, description="Requests of one command, further tries included; the next one ends it."
     )
-    concurrency: Annotated[int, Field(ge=1, le=1024)] = Field(default=16, description="Requests at a time.")
-    retries: Annotated[int, Field(ge=0, le=20)] = Field(
-        default=4, description="Further tries where it is busy or out of reach, each after twice as long."
-    )
-    timeout: Annotated[float, Field(gt=0, le=3600)] = Field(default=60.0, description="Seconds of one request.")
 
 
 class JudgeConfig(Section):

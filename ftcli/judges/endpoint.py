@@ -22,9 +22,9 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from ftcli.config.evaluation import EndpointConfig
+from ftcli.config.evaluation import AddressConfig, EndpointConfig
 from ftcli.errors import ExitCode, FtcliError, first_line
 from ftcli.judges.verdicts import CompletionBatch, FailedJudgement, Verdict
 from ftcli.plain import JsonObject
@@ -36,6 +36,7 @@ _FIRST_WAIT, _LONGEST_WAIT = 0.5, 60.0
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 _NAME = re.compile(r"\{(\w+)\}")
 _MOST_BYTES = 10 << 20
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,19 +58,85 @@ class NoRedirect(urllib.request.HTTPRedirectHandler):
 _OF_REQUESTS = frozenset((400, 413, 422))
 
 
-class _Passing(Exception):
+class Unanswered(Exception):
     """No answer yet; ``wait`` seconds were asked for, where the server said so.
 
     Attributes:
-        unusable: It is an error of the address where that has never answered otherwise.
+        unusable: What is wrong where the address has never answered otherwise; None: it may come up yet.
         again: A further try may help.
     """
 
     def __init__(
-        self, reason: str, wait: float | None = None, *, unusable: FtcliError | None = None, again: bool = True
+        self, reason: str, wait: float | None = None, *, unusable: str | None = None, again: bool = True
     ) -> None:
         super().__init__(reason)
         self.wait, self.unusable, self.again = wait, unusable, again
+
+
+class Address:
+    """An address that is asked with JSON, again where it is busy or out of reach.
+
+    Args:
+        key: The recipe's key of the address.
+        unusable: Makes the error of an address that no further try helps, of its message, a remedy and an exit code.
+        form: The protocol that answers are read by, in words.
+
+    Raises FtcliError where the variable that has the key is not set.
+    """
+
+    def __init__(
+        self, config: AddressConfig, access: JudgeAccess, key: str, unusable: Callable[..., FtcliError], form: str
+    ) -> None:
+        self._config, self._unusable, self._form = config, unusable, form
+        self._opener = urllib.request.build_opener(NoRedirect())
+        self.url = config.url.rstrip("/")
+        self.has_answered = False
+        self._headers = {"Content-Type": "application/json"}
+        if config.api_key_env is not None:
+            secret = access.secret(config.api_key_env)
+            if not secret:
+                message = f"the variable {config.api_key_env} is not set, and {key}.api_key_env names it"
+                raise unusable(message, f"export {config.api_key_env}=…", ExitCode.RECIPE)
+            self._headers["Authorization"] = f"Bearer {secret}"
+
+    def ask(
+        self, path: str, sent: bytes | None, read: Callable[[bytes], _T], before: Callable[[int], None] = lambda _: None
+    ) -> _T:
+        """What ``read`` makes of the answer; ``before`` is called with the number of each try.
+
+        Raises Unanswered after the last try; FtcliError where another would not help.
+        """
+        for attempt in range(self._config.retries + 1):
+            before(attempt)
+            try:
+                return self._once(f"{self.url}{path}", sent, read)
+            except Unanswered as error:
+                if attempt == self._config.retries or not error.again:
+                    raise
+                time.sleep(min(error.wait or _FIRST_WAIT * 2**attempt, _LONGEST_WAIT))
+        raise AssertionError("unreachable")
+
+    def _once(self, url: str, sent: bytes | None, read: Callable[[bytes], _T]) -> _T:
+        request = urllib.request.Request(url, sent, self._headers)  # noqa: S310 - http(s), by the recipe's schema
+        try:
+            with self._opener.open(request, timeout=self._config.timeout) as answer:
+                found = read(answer.read(_MOST_BYTES))
+            self.has_answered = True
+            return found
+        except urllib.error.HTTPError as error:
+            with closing(error):
+                text = error.read(2000).decode("utf-8", "replace")
+            if error.code in _PASSING:
+                raise Unanswered(f"answered {error.code}", _asked_wait(error.headers.get("Retry-After"))) from error
+            reason = f"answered {error.code}: {first_line(ValueError(text))}"
+            if error.code in _OF_REQUESTS:
+                raise Unanswered(reason, unusable=f"{url} {reason}", again=False) from error
+            raise self._unusable(f"{url} {reason}") from error
+        except (OSError, http.client.HTTPException) as error:  # also what urllib makes of a name that is not known
+            raise Unanswered(f"could not be reached ({first_line(error)})") from error
+        except (ValueError, KeyError, IndexError, TypeError, RecursionError) as error:
+            reason = f"did not answer as {self._form}"
+            raise Unanswered(reason, unusable=f"{url} {reason}") from error
 
 
 class LlmJudge:
@@ -83,18 +150,11 @@ class LlmJudge:
 
     def __init__(self, endpoint: EndpointConfig, access: JudgeAccess, extract: str | None = None) -> None:
         self._endpoint, self._extract = endpoint, re.compile(extract, re.DOTALL) if extract else None
-        self._opener = urllib.request.build_opener(NoRedirect())
-        self._url = endpoint.url.rstrip("/") + "/chat/completions"
-        self._headers = {"Content-Type": "application/json"}
-        if endpoint.api_key_env is not None:
-            key = access.secret(endpoint.api_key_env)
-            if not key:
-                message = f"the variable {endpoint.api_key_env} is not set, and endpoint.api_key_env names it"
-                raise _unusable(message, f"export {endpoint.api_key_env}=…", ExitCode.RECIPE)
-            self._headers["Authorization"] = f"Bearer {key}"
+        self._address = Address(endpoint, access, "endpoint", _unusable, "OpenAI's chat completions do")
+        self._url = f"{self._address.url}/chat/completions"
         self._cache = None if access.cache is None else _Replies(access.cache / "judges.sqlite")
         self._lock = threading.Lock()
-        self._sent, self._has_answered = 0, False
+        self._sent = 0
         self._counts = dict.fromkeys(("requests", "cached", "retries"), 0)
 
     def __call__(self, batch: CompletionBatch) -> list[Verdict]:
@@ -127,10 +187,10 @@ class LlmJudge:
         reply = None if self._cache is None else self._cache.get(key)
         if reply is None:
             try:
-                reply = self._asked(sent)
-            except _Passing as error:
-                if error.unusable is not None and not self._has_answered:
-                    raise error.unusable from error
+                reply = self._address.ask("/chat/completions", sent, _reply, self._spend)
+            except Unanswered as error:
+                if error.unusable is not None and not self._address.has_answered:
+                    raise _unusable(error.unusable) from error
                 tries = f", and so in {self._endpoint.retries} further tries," if error.again else ","
                 return FailedJudgement(f"{error}{tries}")
             if self._cache is not None:
@@ -138,41 +198,6 @@ class LlmJudge:
         else:
             self._count("cached")
         return self._number(reply)
-
-    def _asked(self, sent: bytes) -> str:
-        for attempt in range(self._endpoint.retries + 1):
-            self._spend()
-            try:
-                return self._once(sent)
-            except _Passing as error:
-                if attempt == self._endpoint.retries or not error.again:
-                    raise
-                self._count("retries")
-                time.sleep(min(error.wait or _FIRST_WAIT * 2**attempt, _LONGEST_WAIT))
-        raise AssertionError("unreachable")
-
-    def _once(self, sent: bytes) -> str:
-        request = urllib.request.Request(self._url, sent, self._headers)  # noqa: S310 - http(s), by the recipe's schema
-        try:
-            with self._opener.open(request, timeout=self._endpoint.timeout) as answer:
-                said = json.loads(answer.read(_MOST_BYTES))
-            reply = str(said["choices"][0]["message"]["content"] or "")
-            self._has_answered = True
-            return reply
-        except urllib.error.HTTPError as error:
-            with closing(error):
-                text = error.read(2000).decode("utf-8", "replace")
-            if error.code in _PASSING:
-                raise _Passing(f"answered {error.code}", _asked_wait(error.headers.get("Retry-After"))) from error
-            reason = f"answered {error.code}: {first_line(ValueError(text))}"
-            if error.code in _OF_REQUESTS:
-                raise _Passing(reason, unusable=_unusable(f"{self._url} {reason}"), again=False) from error
-            raise _unusable(f"{self._url} {reason}") from error
-        except (OSError, http.client.HTTPException) as error:  # also what urllib makes of a name that is not known
-            raise _Passing(f"could not be reached ({first_line(error)})") from error
-        except (ValueError, KeyError, IndexError, TypeError, RecursionError) as error:
-            reason = "did not answer as OpenAI's chat completions do"
-            raise _Passing(reason, unusable=_unusable(f"{self._url} {reason}")) from error
 
     def _number(self, reply: str) -> Verdict:
         found = _NUMBER.findall(reply)[-1:] if self._extract is None else self._extract.findall(reply)[:1]
@@ -183,7 +208,9 @@ class LlmJudge:
             number = math.nan
         return number if abs(number) <= 1e12 else FailedJudgement(f"replied {reply[-200:]!r}, which has no number,")
 
-    def _spend(self) -> None:
+    def _spend(self, attempt: int) -> None:
+        if attempt:
+            self._count("retries")
         with self._lock:
             if self._sent >= self._endpoint.max_requests:
                 raise FtcliError.single(
@@ -199,6 +226,10 @@ class LlmJudge:
     def _count(self, name: str) -> None:
         with self._lock:
             self._counts[name] += 1
+
+
+def _reply(answer: bytes) -> str:
+    return str(json.loads(answer)["choices"][0]["message"]["content"] or "")
 
 
 class _Replies:
