@@ -171,6 +171,11 @@ class StopCheck:
         """Tokens that end a completion."""
         return self._stops.ids
 
+    @property
+    def strings(self) -> tuple[str, ...]:
+        """Strings that do."""
+        return self._stops.strings
+
     def stopped(self, tokens: Sequence[int]) -> bool:
         """True if the last of ``tokens`` ends the completion. Call it after each token."""
         if tokens[-1] in self._stops.ids:

@@ -13,13 +13,13 @@ from ftcli.methods.distill.checks import column_findings, teacher_bytes, teacher
 from ftcli.methods.grpo.settings import GrpoConfig
 from ftcli.paths import expanded
 from ftcli.plan.run import Generation, MethodMemory, OtherModel, RunPlan
-from ftcli.preflight.checks.context import Context, Findings
+from ftcli.preflight.checks.context import Context, Findings, Found, NotMade
 from ftcli.preflight.checks.data import FirstRows
 from ftcli.preflight.checks.judging import class_findings, function_findings, judge_findings
 from ftcli.tables import judges, layouts
 
 
-def check(context: Context) -> Findings:
+def check(context: Context) -> Found:
     """For commands that train with it: FT260 to FT265, FT270, FT274, FT276 to FT281, FT288; FT451, FT452 for files."""
     grpo = context.recipe.grpo
     if context.method.section is None:
@@ -29,7 +29,7 @@ def check(context: Context) -> Findings:
         yield context.error("FT260", "", "`ftcli grpo` needs the section `grpo`", help=help)
         return
     rules = _batch, _lengths, reference_findings, _clips, _unread_settings, _sampling, _stops
-    for rule in (*rules, _early_stopping, _environment, _teacher):
+    for rule in (*rules, _early_stopping, _environment, _teacher, _server):
         yield from rule(context, grpo)
     yield from check_rewards(context)
 
@@ -173,6 +173,12 @@ _UNREAD: tuple[tuple[str, Callable[[GrpoConfig], bool], str], ...] = (
     ("sync_ref_model", lambda g: not g.beta, "without grpo.beta, where there is no reference"),
     ("ref_model_mixup_alpha", lambda g: not g.sync_ref_model, "without grpo.sync_ref_model"),
     ("ref_model_sync_steps", lambda g: not g.sync_ref_model, "without grpo.sync_ref_model"),
+    (
+        "steps_ahead",
+        lambda g: g.steps_ahead > 0 and g.server is None,
+        "without grpo.server: on one GPU sampling beside training gains nothing (docs/performance.md)",
+    ),
+    ("steps_ahead", lambda g: g.steps_ahead > 0 and g.environment is not None, "with grpo.environment"),
     *(
         (name, lambda g: not g.teacher_coef, "without grpo.teacher_coef")
         for name in ("teacher", "teacher_revision", "teacher_quantization", "teacher_column")
@@ -226,6 +232,23 @@ def _teacher(context: Context, grpo: GrpoConfig) -> Findings:
     if grpo.teacher_column is not None and grpo.environment is not None:
         message = "grpo.teacher_column is not read where an environment writes the prompts"
         yield context.error("FT276", "grpo.teacher_column", message, help="remove it")
+
+
+def _server(context: Context, grpo: GrpoConfig) -> Found:
+    """FT276 for what a server cannot be given; whether it answers is seen when training begins."""
+    if grpo.server is None:
+        return
+    lora, processes = context.recipe.lora, context.recipe.launch.num_processes
+    for refused, why in (
+        (lora is None, "gets adapters, and all weights are trained: add lora"),
+        (lora is not None and lora.changes_base, "has the base as it was, which init_lora_weights changes"),
+        (processes > 1, "is asked by one process, and launch.num_processes says more"),
+    ):
+        if refused:
+            message, help = f"grpo.server {why}", "remove grpo.server, and rollouts are sampled here"
+            yield context.error("FT276", "grpo.server", message, help=help)
+    if context.command == "check":
+        yield NotMade("grpo.server", "it is asked when training begins")
 
 
 def _early_stopping(context: Context, grpo: GrpoConfig) -> Findings:
@@ -343,7 +366,9 @@ def memory(plan: RunPlan) -> MethodMemory:
         seq_len=seq_len,
         loss_bytes=plan.log_prob_bytes(train.per_device_train_batch_size * settings.max_completion_length),
         reference_bytes=(plan.model_bytes if second else 0) + _reward_bytes(settings) + teacher_bytes(plan, settings),
-        generation=Generation(min(completions, MOST_ROWS), settings.max_prompt_length, seq_len),
+        generation=None
+        if settings.server
+        else Generation(min(completions, MOST_ROWS), settings.max_prompt_length, seq_len),
     )
 
 

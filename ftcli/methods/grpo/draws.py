@@ -292,7 +292,7 @@ class Draws:
     ) -> None:
         self._job, self._grpo, self._asked, self._columns = job, grpo, asked, columns
         self.shown = shown_in(job, asked)
-        self.failures, self._rollouts, self._spans = failures, rollouts, spans
+        self.failures, self.rollouts, self._spans = failures, rollouts, spans
         self._group, self._acting = group, acting
         self._own = None if acting is None else _of_environment(acting)
         rewards = self._rewards = [*rewards, *([] if self._own is None else [self._own])]
@@ -335,11 +335,10 @@ class Draws:
         self._spans.enter(ROLLOUT)
         if self._acting is not None:
             texts, episodes = self._begun(self._acting, rows, own)
-        # The template has written BOS; a tokenizer that adds another would shift every prompt by a token.
-        prompt_ids: list[list[int]] = self._job.tokenizer(text=texts, add_special_tokens=False)["input_ids"]
+        prompt_ids = self._encoded(texts)
         shown = [self.shown[row] for row in rows]
         prompt_ids = [ids if one is None else one.row.input_ids for ids, one in zip(prompt_ids, shown, strict=True)]
-        mine = self._rollouts.complete(prompt_ids, step, own, self._turns(episodes, prompt_ids[own]), shown)
+        mine = self.rollouts.complete(prompt_ids, step, own, self._turns(episodes, prompt_ids[own]), shown)
         sampled = gather_completions(self._group, mine)
         rest = gather_rest(self._group, [_rest(*pair) for pair in zip(mine, episodes, strict=True)] if episodes else [])
         self._spans.enter(None)
@@ -351,11 +350,21 @@ class Draws:
         ]
         return Drawn(made, self._judge(made, step))
 
+    def begin(self, prompts: Sequence[int], step: int) -> None:
+        """Has a server complete the prompts of a later step meanwhile."""
+        each = self._grpo.num_generations
+        self.rollouts.begin(self._encoded([self._asked[row].text for row in prompts for _ in range(each)]), step)
+
+    def _encoded(self, texts: list[str]) -> list[list[int]]:
+        # The template has written BOS; a tokenizer that adds another would shift every prompt by a token.
+        found: list[list[int]] = self._job.tokenizer(text=texts, add_special_tokens=False)["input_ids"]
+        return found
+
     def _made(
         self, row: int, prompt: list[int], text: str, sampled: tuple[list[int], list[float]], rest: JsonObject | None
     ) -> DrawnCompletion:
         tokens, known = sampled
-        ended = self._rollouts.stopping.stopped(tokens)
+        ended = self.rollouts.stopping.stopped(tokens)
         if rest is None:
             return DrawnCompletion(row, prompt, text, tokens, known, self._answer(row, tokens), ended)
         given, turn = rest["given"], tokens[rest["turn"] :]
@@ -373,7 +382,7 @@ class Draws:
         named = [str(one.row.origin) for one in mine]
         instances, said = acting.pool.begin([one.row.fields for one in mine], named)
         texts = [acting.talk.prompt(*pair) for pair in zip(mine, said, strict=True)]
-        ids = self._job.tokenizer(text=texts, add_special_tokens=False)["input_ids"] if texts else []
+        ids = self._encoded(texts) if texts else []
         for where, tokens in zip(named, ids, strict=True):
             if len(tokens) > self._grpo.max_prompt_length:
                 raise acting.pool.failure(

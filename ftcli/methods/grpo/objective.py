@@ -19,19 +19,31 @@ import torch
 from torch import Tensor
 
 from ftcli.data.asked import RenderedPrompt
+from ftcli.errors import ExitCode, FtcliError
 from ftcli.job import Job
 from ftcli.judges import columns_of
 from ftcli.methods.distill.objective import Teacher
 from ftcli.methods.grpo.advantages import Advantages, advantages_of, deviation
 from ftcli.methods.grpo.draws import Acting, Drawn, DrawnCompletion, Draws, share_of
 from ftcli.methods.grpo.losses import Completions, StepShape, loss_mask
-from ftcli.methods.grpo.policy import PROMPT_ROWS, Metrics, Parity, ParityCheck, PolicyScores, joined, scored_loss
+from ftcli.methods.grpo.policy import (
+    PROMPT_ROWS,
+    SAMPLER_GAP,
+    Metrics,
+    Parity,
+    ParityCheck,
+    PolicyScores,
+    joined,
+    scored_loss,
+)
 from ftcli.methods.grpo.reference import Reference
 from ftcli.methods.grpo.rewards import Reward, RewardFailures, Stagnation
 from ftcli.methods.grpo.rollouts import Rollouts, SampledObjective, gather_rows, sampling
+from ftcli.methods.grpo.served import ServedGenerator, uses_adapter
 from ftcli.methods.grpo.settings import GrpoConfig
 from ftcli.methods.grpo.spans import LOG_PROBS, OPTIMIZER, REWARDS, ROLLOUT, TRAINING, Spans
 from ftcli.model.backbone import compute_context
+from ftcli.model.initial_adapters import as_base
 from ftcli.model.shards import reshard_model
 from ftcli.plain import JsonObject
 from ftcli.run.completions import ScoredCompletion
@@ -50,8 +62,13 @@ if TYPE_CHECKING:
     from ftcli.model.sequence_parallel import SequencePart
     from ftcli.run.process_group import RankGroup
 
-#: Lies in a checkpoint that was written between two uses of the same completions.
+#: Lies in a checkpoint that was written between two uses of the same completions, or while others are on their way.
 _COMPLETIONS = "completions.pt"
+
+_SERVED_OTHERWISE = (
+    "it has to serve the recipe's model in its dtype, with --logprobs-mode processed_logprobs, as docs/grpo.md says; "
+    "export the last checkpoint as `adapter` to see which of its modules the served class has"
+)
 
 
 class Sampled(TypedDict):
@@ -69,12 +86,14 @@ class Rollout:
     """The completions in use.
 
     Attributes:
-        step: The step whose weights they were sampled with; None where a checkpoint does not say.
+        step: The step whose weights they were sampled for; None where a checkpoint does not say.
+        stale: They were sampled with the weights of the rollout before.
     """
 
     batches: list[dict[str, Tensor]]
     sampled: Sampled | None = None
     step: int | None = None
+    stale: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +145,9 @@ class GrpoObjective(SampledObjective):
         self._logged_rollout: int | None = None
         self._of_batches: list[Metrics] = []
         self._num_tokens = 0
+        #: A server has been seen to use the adapters that it is given.
+        self._adapts = False
+        self._steps = train.max_steps or math.ceil(train.num_train_epochs * self.steps_per_epoch)
         self._before = _Before(None, {}, 0)
         self._began = 0.0
 
@@ -157,14 +179,24 @@ class GrpoObjective(SampledObjective):
             torch.manual_seed(
                 (self._job.recipe.run.seed * SEED_STRIDE + step) % 2**63
             )  # decides what shares a micro-batch
+            shuffled = torch.randperm(self._generated * self._size)
             batch, sampled = self._complete_and_judge(step)
-            shuffled = torch.randperm(len(batch["completion_ids"]))
         mixed = {name: value[shuffled] if value.dim() else value for name, value in batch.items()}
         batches = [
             {name: value[at : at + self._size] if value.dim() else value for name, value in mixed.items()}
             for at in range(0, self._generated * self._size, self._size)
         ]
-        return Rollout(batches, sampled, step)
+        stale = self._draws.rollouts.stale
+        if self._grpo.server is not None:
+            self._metrics["stale_tokens"].append(float(stale * sum(int(loss_mask(one).sum()) for one in batches)))
+        self._begin_next(step)
+        return Rollout(batches, sampled, step, stale)
+
+    def _begin_next(self, step: int) -> None:
+        """Has a server sample the rollout behind that of a step, once it is known to use adapters."""
+        after = step + self._serves
+        if self._grpo.steps_ahead and self._adapts and after < self._steps:
+            self._draws.begin(self.prompts_of(after // self._serves), after)
 
     def _complete_and_judge(self, step: int) -> tuple[dict[str, Tensor], Sampled]:
         """Completions of a rollout with all that a loss asks of them, and the same for people."""
@@ -219,7 +251,9 @@ class GrpoObjective(SampledObjective):
     def _add_log_probs(self, batch: dict[str, Tensor]) -> None:
         """Adds the log-probabilities under the weights that sampled, where steps follow that change them, and under the
         reference."""
-        if self._accumulation % (self._generated * self._grpo.num_iterations):
+        if self._grpo.server is not None:
+            batch["old_per_token_logps"] = batch["sampling_per_token_logps"]  # another engine, or other weights
+        elif self._accumulation % (self._generated * self._grpo.num_iterations):
             batch["old_per_token_logps"] = self._scored(batch)
         if self._grpo.beta:
             with self._reference.at_hand() as model:
@@ -295,14 +329,39 @@ class GrpoObjective(SampledObjective):
         against the model's own and the sampler's."""
         plan, policy = self._job.dtypes, self._policy
         assert self._rollout is not None
-        fresh = self._before.rollout is not self._rollout  # else weights have moved since they were sampled
+        # Else weights have moved since they were sampled.
+        fresh = self._before.rollout is not self._rollout and not self._rollout.stale
+        if fresh and self._grpo.server is not None and not self._adapts:
+            self._require_adapter(inputs)
+            self._begin_next(self._rollout.step or 0)
         if self._parity(inputs, inputs.get("sampling_per_token_logps") if fresh else None):
             self._spans.enter(TRAINING)
         shape = StepShape(self._accumulation, self._generated)
         with compute_context(policy.device, plan.compute, plan.autocast):
             loss, metrics = scored_loss(policy, self._grpo, inputs, shape)
+        gap = metrics.get(SAMPLER_GAP, [0.0])[0]
+        if fresh and gap > self._parity.allowed:
+            message = (
+                f"the server samples with other log-probabilities than training: they differ by {gap:.2g} nats a token "
+                f"on average over a micro-batch of step {self._rollout.step}; {self._parity.allowed:g} is allowed"
+            )
+            raise FtcliError.single("FT708", message, exit_code=ExitCode.BUG, help=_SERVED_OTHERWISE)
         self._of_batches.append(metrics)
         return loss
+
+    def _require_adapter(self, inputs: dict[str, Tensor]) -> None:
+        """Looks whether the server uses the adapter, as soon as that can be told. Raises FtcliError FT716 (exit 3)."""
+        mask, plan = loss_mask(inputs).bool(), self._job.dtypes
+        with torch.no_grad(), compute_context(self._job.device, plan.compute, plan.autocast):
+            now = self._scored(inputs)[mask]
+            with as_base(self._policy.model):
+                base = self._scored(inputs)[mask]
+        self._spans.enter(TRAINING)
+        found = uses_adapter(inputs["sampling_per_token_logps"][mask], now, base)
+        if found is False:
+            message = "grpo.server samples by the base model: its log-probabilities are not those of the adapter"
+            raise FtcliError.single("FT716", message, exit_code=ExitCode.PREFLIGHT, help=_SERVED_OTHERWISE)
+        self._adapts = found is True
 
     def reduced(self) -> None:
         """Notes the metrics of all ranks' micro-batches, in the order of one process."""
@@ -365,6 +424,7 @@ class GrpoObjective(SampledObjective):
             "stagnation": self._stagnation.state(),
             "reward_failures": self._draws.failures.state(),
             "num_tokens": self._num_tokens,
+            "adapts": self._adapts,
         }
 
     def restore(self, state: JsonObject, progress: Progress) -> None:
@@ -372,6 +432,7 @@ class GrpoObjective(SampledObjective):
         self._draws.failures.restore(state.get("reward_failures", {}))
         self.restore_metrics(state.get("metrics", {}))
         self._logged_rollout = state.get("completions_of")
+        self._adapts = bool(state.get("adapts"))
         self._num_tokens = state.get("num_tokens", progress.tokens_seen)  # where 0.1 kept it
         if "stagnation" in state:
             self._stagnation.restore(state["stagnation"])
@@ -379,9 +440,14 @@ class GrpoObjective(SampledObjective):
     def save(self, folder: Path) -> None:
         """Saves the completions in use, where further steps need them, and a reference that has moved."""
         self._reference.save(folder)
+        kept: dict[str, Any] = {}
         if self._rollout is not None and self._serves > 1:
-            said = {"logs": self._rollout.sampled, "sampled_at": self._rollout.step}
-            torch.save({"inputs": self._rollout.batches, "said": said}, folder / _COMPLETIONS)
+            said = {"logs": self._rollout.sampled, "sampled_at": self._rollout.step, "stale": self._rollout.stale}
+            kept = {"inputs": self._rollout.batches, "said": said}
+        if ahead := self._draws.rollouts.ahead():
+            kept["ahead"] = ahead
+        if kept:
+            torch.save(kept, folder / _COMPLETIONS)
 
     def load(self, folder: Path, device: torch.device) -> None:
         """Loads them."""
@@ -389,7 +455,11 @@ class GrpoObjective(SampledObjective):
         if (folder / _COMPLETIONS).exists():
             saved = torch.load(folder / _COMPLETIONS, map_location=device, weights_only=True)
             said = saved.get("said", {})
-            self._rollout = Rollout(saved["inputs"], said.get("logs"), said.get("sampled_at"))
+            if "inputs" in saved:
+                self._rollout = Rollout(
+                    saved["inputs"], said.get("logs"), said.get("sampled_at"), bool(said.get("stale"))
+                )
+            self._draws.rollouts.restore_ahead(saved.get("ahead", {}))
 
 
 def _right(rows: Sequence[Sequence[int]], fill: int, *, ones: bool = False) -> Tensor:
@@ -449,6 +519,7 @@ def build_grpo(
     reference: PreTrainedModel | None = None,
     acting: Acting | None = None,
     teacher: Teacher | None = None,
+    served: ServedGenerator | None = None,
 ) -> TrainingLoop:
     """The loop that trains ``model`` on completions of ``asked``, prompts that fit ``grpo.max_prompt_length``.
 
@@ -457,13 +528,14 @@ def build_grpo(
         acting: What rollouts of several turns need; None: they have one.
         reference: What ``grpo.beta`` compares with; None for adapters, which are switched off for it.
         teacher: With ``grpo.teacher_coef``.
+        served: With ``grpo.server``.
     """
     columns = columns_of([one.prompt for one in asked])
     spans = Spans(job.device, (ROLLOUT, REWARDS, LOG_PROBS, TRAINING, OPTIMIZER), counted=(ROLLOUT, TRAINING))
 
     def objective(stack: DecoderStack | None, _sequence: SequencePart | None) -> GrpoObjective:
         failures = RewardFailures(grpo.reward_failures.max_fraction, job.reporter)
-        rollouts = Rollouts(model, job, grpo, group)
+        rollouts = Rollouts(model, job, grpo, group, served)
         draws = Draws(job, grpo, asked, columns, rewards, failures, rollouts, spans, group, acting)
         asks: dict[str, Any] = {"pad_token_id": job.pad_token_id, "temperature": grpo.temperature, "device": job.device}
         asks |= {"group": group, "shown": draws.shown}

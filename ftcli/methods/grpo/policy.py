@@ -12,6 +12,7 @@ gave any.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -55,6 +56,8 @@ if TYPE_CHECKING:
 
 #: The numbers of prompts that show images, in a batch.
 PROMPT_ROWS = "prompt_rows"
+#: How far a server's log-probabilities are from the policy's, in nats a token on average; TRL's name.
+SAMPLER_GAP = "sampling/sampling_logp_difference/mean"
 #: Numbers by name, one for each micro-batch.
 Metrics: TypeAlias = dict[str, list[float]]
 
@@ -259,10 +262,14 @@ def scored_loss(
         written=inputs.get("tool_mask"),
         prompt_rows=inputs.get(PROMPT_ROWS),
     )
+    left_out = torch.tensor(silent or (), dtype=torch.bool, device=log_probs.device)[:, None]
     if silent is not None and "old_per_token_logps" in inputs:  # ratios of 1
-        left_out = torch.tensor(silent, device=log_probs.device)[:, None]
         log_probs = torch.where(left_out, inputs["old_per_token_logps"], log_probs)
     loss, found = policy_loss(grpo, inputs, log_probs, entropies, shape)
+    if grpo.server is not None:
+        told = loss_mask(inputs) if silent is None else loss_mask(inputs) * ~left_out
+        apart = ((log_probs.detach() - inputs["sampling_per_token_logps"]).abs() * told).sum()
+        found[SAMPLER_GAP] = apart / told.sum().clamp(min=1)
     values = torch.stack(list(found.values())).tolist()
     metrics = {name: [value] for name, value in zip(found, values, strict=True)}
     if silent is not None:
@@ -354,6 +361,7 @@ class ParityCheck:
     def __init__(self, policy: PolicyScores, plan: DtypePlan, tell: Callable[[Parity], None]) -> None:
         self._policy, self._plan, self._tell = policy, plan, tell
         self._looked = self._over = False
+        self.allowed = math.inf
 
     def __call__(self, inputs: Completions, sampled: Tensor | None) -> bool:
         """Whether something was computed; arguments and errors are those of :func:`check_parity`."""
@@ -368,7 +376,7 @@ class ParityCheck:
         )
         if found is not None:
             self._tell(found)
-            self._looked = True
+            self._looked, self.allowed = True, found.allowed_mean
         self._over = self._looked
         if group is not None and root_of(policy.model) is not None:
             self._over = all(told[0] for told in group.agree("compared", [self._looked]))

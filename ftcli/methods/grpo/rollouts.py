@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import asdict
 from io import BytesIO
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -18,7 +20,7 @@ from torch import Tensor
 from ftcli.data.tokens import Ints
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.facts.generation import MOST_ROWS
-from ftcli.generation.generator import OpenedGenerator, generating, open_generator
+from ftcli.generation.generator import Completer, OpenedGenerator, generating, open_generator
 from ftcli.generation.requests import (
     Completion,
     GenerationRequest,
@@ -32,6 +34,7 @@ from ftcli.job import Job
 from ftcli.methods.grpo.spans import Spans
 from ftcli.model.backbone import compute_context, root_of
 from ftcli.model.gradient_checkpointing import without_checkpointing
+from ftcli.plain import JsonObject
 from ftcli.plan.memory.terms import FORWARD, GENERATION
 from ftcli.run.metrics import MetricsLine
 from ftcli.run.process_group import gather_bytes, gather_json
@@ -42,6 +45,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from ftcli.methods.distill.settings import DistillConfig
+    from ftcli.methods.grpo.served import ServedGenerator
     from ftcli.methods.grpo.settings import GrpoConfig
     from ftcli.run.process_group import RankGroup
     from ftcli.train.loop import StepMonitor
@@ -144,11 +148,22 @@ class Rollouts:
     What the engine holds stays from one step to the next where the memory estimate leaves room for it while the model
     trains; else it is made anew for each step's completions. Ranks that hold shards of the weights gather all of them
     for a step's completions where there is room, else layer by layer for each token.
+
+    Args:
+        served: A server that completes them in place of the engine.
     """
 
     def __init__(
-        self, model: PreTrainedModel | PeftModel, job: Job, grpo: DrawnBy, group: RankGroup | None = None
+        self,
+        model: PreTrainedModel | PeftModel,
+        job: Job,
+        grpo: DrawnBy,
+        group: RankGroup | None = None,
+        served: ServedGenerator | None = None,
     ) -> None:
+        #: Completions of a later step, on their way; and whether the last ones were sampled by earlier weights.
+        self._ahead: dict[int, Future[list[list[Completion]]]] = {}
+        self.stale, self._served = False, served
         self._model, self._group = model, group
         self._job = job
         self._grpo = grpo
@@ -183,39 +198,87 @@ class Rollouts:
         """
         self._in_step = self._in_step + 1 if step == self._step else 0
         self._step = step
-        seed, every = self._job.recipe.run.seed, range(len(prompts))
-        places = every if own is None else every[own] if isinstance(own, slice) else own
-        seeds = iter([row_seed(seed, step, self._in_step, row) for row in places])
-        mine = [(tuple(prompts[row]), shown[row] if shown else None) for row in places]
-        limit = self._grpo.max_completion_length
-        requests = [
-            GenerationRequest(first[0], limit, tuple(next(seeds) for _ in (first, *same)), first[1])
-            for _, same in groupby(mine, key=lambda one: (one[0], id(one[1])))
-            for first in [next(same)]
-        ]
+        requests = self._requests(prompts, step, self._in_step, own, shown)
+        mine = sum(len(one.seeds) for one in requests)
+        if self._served is not None:
+            return self._by_server(self._served, requests, turns)
         memory = self._job.report.memory
 
         def completed(model: PreTrainedModel | PeftModel) -> list[Completion]:
-            return self._completed(self._open(model, min(len(mine), MOST_ROWS)), requests, turns)
+            return self._completed(self._open(model, min(mine, MOST_ROWS)).generator, requests, turns)
 
         whole = memory is not None and memory.generator == "whole"
         dtype = getattr(torch, self._job.dtypes.compute) if self._job.device.type == "cuda" else None
         compute = completed if mine else None
         return generating(self._group, self._model, compute, whole=whole, merged_in=dtype) or []
 
+    def _requests(
+        self,
+        prompts: Sequence[Sequence[int]],
+        step: int,
+        in_step: int,
+        own: slice | Sequence[int] | None = None,
+        shown: Sequence[PromptImages | None] = (),
+    ) -> list[GenerationRequest]:
+        seed, every = self._job.recipe.run.seed, range(len(prompts))
+        places = every if own is None else every[own] if isinstance(own, slice) else own
+        seeds = iter([row_seed(seed, step, in_step, row) for row in places])
+        mine = [(tuple(prompts[row]), shown[row] if shown else None) for row in places]
+        limit = self._grpo.max_completion_length
+        return [
+            GenerationRequest(first[0], limit, tuple(next(seeds) for _ in (first, *same)), first[1])
+            for _, same in groupby(mine, key=lambda one: (one[0], id(one[1])))
+            for first in [next(same)]
+        ]
+
+    # -- a server --------------------------------------------------------------------------------------------
+
+    def begin(self, prompts: Sequence[Sequence[int]], step: int) -> None:
+        """Has the server complete the prompts of a later step meanwhile, by the weights of now."""
+        assert self._served is not None
+        self._served.push(self._model)
+        sampling = Sampling(self._grpo.temperature)
+        self._ahead = {step: self._served.later(self._requests(prompts, step, 0), sampling, self.stopping)}
+
+    def ahead(self) -> dict[int, list[list[JsonObject]]]:
+        """Completions of a later step, for a checkpoint; they are waited for."""
+        return {step: [[asdict(one) for one in each] for each in made.result()] for step, made in self._ahead.items()}
+
+    def restore_ahead(self, state: Mapping[int, Sequence[Sequence[JsonObject]]]) -> None:
+        """Goes on with what :meth:`ahead` gave."""
+        self._ahead = {step: Future() for step in state}
+        for step, made in self._ahead.items():
+            made.set_result([[Completion(**one) for one in each] for each in state[step]])
+
+    def _by_server(
+        self,
+        served: ServedGenerator,
+        requests: Sequence[GenerationRequest],
+        turns: Callable[[Mapping[tuple[int, int], int]], Turns] | None,
+    ) -> list[Completion]:
+        if not self._told:
+            self._job.reporter.info(served.summary)
+            self._told = True
+        ahead = None if self._in_step else self._ahead.get(self._step)
+        self.stale = ahead is not None
+        if ahead is not None:
+            return [one for each in ahead.result() for one in each]
+        served.push(self._model)
+        return self._completed(served, requests, turns)
+
     def _completed(
         self,
-        opened: OpenedGenerator,
+        generator: Completer,
         requests: Sequence[GenerationRequest],
         turns: Callable[[Mapping[tuple[int, int], int]], Turns] | None,
     ) -> list[Completion]:
         sampling = Sampling(self._grpo.temperature, self._grpo.top_k, self._grpo.top_p)
         if turns is None:
-            completions = opened.generator.complete(requests, sampling, self.stopping)
+            completions = generator.complete(requests, sampling, self.stopping)
         else:
             named = [(number, at) for number, one in enumerate(requests) for at in range(len(one.seeds))]
             acting = turns({where: place for place, where in enumerate(named)})
-            completions = opened.generator.converse(requests, sampling, self.stopping, acting)
+            completions = generator.converse(requests, sampling, self.stopping, acting)
         return [one for each in completions for one in each]
 
     def _open(self, model: PreTrainedModel | PeftModel, rows: int) -> OpenedGenerator:

@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from ftcli.config.base import Count, Fraction, Items, Rate, Section, Served
-from ftcli.config.evaluation import OnError, RewardConfig
+from ftcli.config.base import Count, Fraction, Items, PathText, Rate, Section, Served
+from ftcli.config.evaluation import AddressConfig, OnError, RewardConfig
 from ftcli.methods.distill.settings import TeacherConfig
 
 
@@ -65,6 +65,18 @@ class EnvironmentConfig(Section):
         description="Have all rollouts wait for each other's tools: a run that is repeated then has the same bits. On "
         "a CPU they always do.",
     )
+
+
+class ServerConfig(AddressConfig):
+    """vLLM's server, which samples rollouts by the adapter that it is given before each of them."""
+
+    adapters: PathText | None = Field(
+        default=None,
+        description="A folder that adapters are handed over in; the server must reach it under the same path. One in "
+        "the run's directory when absent.",
+    )
+    concurrency: Annotated[int, Field(ge=1, le=1024)] = Field(default=256, description="Requests at a time.")
+    timeout: Annotated[float, Field(gt=0, le=3600)] = Field(default=600.0, description="Seconds of one request.")
 
 
 class RewardFailuresConfig(Section):
@@ -177,6 +189,12 @@ class GrpoConfig(TeacherConfig):
     rewards: Items[RewardConfig] = Field(default=(), description="Rewards, summed by weight.")
     environment: EnvironmentConfig | None = Field(
         default=None, description="What the model acts in, over several turns; none when absent."
+    )
+    server: ServerConfig | None = Field(
+        default=None, description="A server of vLLM that samples rollouts; ftcli's own engine when absent."
+    )
+    steps_ahead: Literal[0, 1] = Field(
+        default=0, description="1: the server samples the next rollout while this one is learnt from."
     )
     reward_failures: RewardFailuresConfig = Field(
         default_factory=RewardFailuresConfig, description="When a run stops because rewards fail."

@@ -22,6 +22,7 @@ from ftcli.facts.device import named_device
 from ftcli.judges import JudgeAccess, JudgeScores, columns_of
 from ftcli.methods.grpo.rewards import Reward, build_rewards
 from ftcli.methods.grpo.settings import GrpoConfig
+from ftcli.paths import expanded
 from ftcli.preflight.stages import checked
 from ftcli.reporting import Session
 from ftcli.rows.row import data_error
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from ftcli.job import Job
     from ftcli.methods.grpo.draws import Acting
     from ftcli.methods.grpo.policy import Parity
+    from ftcli.methods.grpo.served import ServedGenerator
     from ftcli.run.inputs import Inputs
     from ftcli.run.process_group import RankGroup
     from ftcli.train.loop import TrainerHooks, TrainingLoop
@@ -54,6 +56,7 @@ class Grpo(PromptMethod):
         self._reference: Any = None
         self._teacher: Any = None
         self._texts: list[str] | None = None
+        self._served: ServedGenerator | None = None
 
     def room(self, recipe: Recipe) -> PromptLimit:
         return uncut("grpo", self._grpo.max_prompt_length)
@@ -70,13 +73,20 @@ class Grpo(PromptMethod):
         access = JudgeAccess(job.session.secret, job.session.cache_dir)
         self._rewards = build_rewards(self._grpo.rewards, columns_of([one.prompt for one in prompts]), access)
         self._acting = open_acting(job, self._grpo)
+        if self._grpo.server is not None:
+            from ftcli.methods.grpo.served import ServedGenerator
+
+            run, longest = job.recipe.run.output_dir, self._grpo.max_prompt_length + self._grpo.max_completion_length
+            self._served = ServedGenerator(self._grpo.server, access, expanded(run or "runs"), longest)
         if self._grpo.teacher_column is not None:
             from ftcli.methods.distill.objective import teacher_texts
 
             self._texts = teacher_texts(job, "grpo", self._grpo.teacher_column, prompts)
 
     def close(self) -> None:
-        """Ends what acts."""
+        """Ends what acts, and has a server forget what it was given."""
+        if self._served is not None:
+            self._served.close()
         if self._acting is not None:
             self._acting.pool.close()
 
@@ -116,7 +126,7 @@ class Grpo(PromptMethod):
             job.reporter.info(parity.summary())  # of several ranks, each looks at its own first batch
             add_to_manifest(context, {"log_probs": parity})
 
-        beside = group, self._reference, self._acting, teacher
+        beside = group, self._reference, self._acting, teacher, self._served
         return build_grpo(job, self._grpo, model, prompts, self._rewards, hooks, agreement, *beside)
 
 
@@ -139,7 +149,7 @@ def require_images(recipe: Recipe, prompts: Sequence[RenderedPrompt]) -> None:
         raise_without_images(recipe)
         return
     grpo = recipe.grpo or GrpoConfig()
-    for key in ("environment", "teacher", "teacher_column"):
+    for key in ("environment", "teacher", "teacher_column", "server"):
         if getattr(grpo, key) is not None:
             message = f"the row has images, and prompts of grpo.{key} are text alone"
             raise data_error("FT412", message, seeing.prompt.row.origin, f"leave the images or grpo.{key} out")

@@ -28,6 +28,8 @@ OWN = {
     "teacher_quantization",
     "teacher_column",
     "teacher_coef",
+    "server",  # vllm_mode and others, flat
+    "steps_ahead",
 }
 #: Keys whose default is another here: ours, TRL's.
 OTHERWISE = {"max_completion_length": (256, 512)}
