@@ -4,7 +4,7 @@ Pure.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ftkernels.limits import CACHE_PAGE
 
@@ -18,8 +18,9 @@ from ftcli.tables.architecture import Family
 PREFILL_TOKENS = {"cuda": 8192, "cpu": 1024}
 #: Rows that are decoded together come in these numbers, and multiples of the last one: one CUDA graph each.
 BUCKETS = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128)
-#: Rows that GRPO decodes together at most; further ones wait.
-MOST_ROWS = 128
+#: Rows that GRPO decodes together at most; further ones wait. Of rollouts with tools so many more may have begun, which
+#: keep their pages while tools answer.
+MOST_ROWS, MOST_WAITING = 128, 384
 #: Float32 tensors of a row's logits that choosing a token takes at once.
 LOGIT_COPIES = 4
 #: Rotary embeddings whose frequencies change with the longest position of a call: rows of one batch would meet others'.
@@ -153,18 +154,20 @@ def cache_bytes(shape: CacheShape, rows: int, longest: int) -> int:
 
 
 def choose_layout(
-    shape: CacheShape, rows: int, longest: int, *, room_bytes: int | None, copy_bytes: int | None
+    shape: CacheShape, rows: int, longest: int, *, room_bytes: int | None, copy_bytes: int | None, waiting: int = 0
 ) -> EngineLayout | None:
     """The largest layout that fits; None if not even one sequence does. Weights are merged only where ``rows``
     sequences of ``longest`` tokens have room beside the copy. ``room_bytes``: None: no limit is known, and nothing is
-    copied; ``copy_bytes``: None: there is nothing to merge.
+    copied; ``copy_bytes``: None: there is nothing to merge. ``waiting``: sequences beside the rows that pages are for,
+    too, where there is room; states cannot be kept while a sequence waits.
     """
-    whole = EngineLayout(rows, _pages(rows, longest), merged=False)
+    whole = EngineLayout(rows, _pages(rows + (0 if shape.nets else waiting), longest), merged=False)
     if room_bytes is None:
         return whole
     room = int(room_bytes * (1 - _SPARED))
     if copy_bytes is not None and copy_bytes + _held_bytes(shape, rows, longest) <= room:
-        return replace(whole, merged=True)
+        pages = (room - copy_bytes - slots_of(shape, rows) * shape.state_bytes) // max(shape.page_bytes, 1)
+        return EngineLayout(rows, min(pages, whole.pages), merged=True)
     of_none, of_a_row = _held_bytes(shape, 0, longest), pages_of(longest) * shape.page_bytes + shape.state_bytes
     fitting = min(rows, (room - of_none) // of_a_row)
     if fitting < 1:

@@ -127,10 +127,12 @@ def open_generator(
     merge: bool = True,
     room_bytes: int | None = None,
     ahead: int = AHEAD,
+    waiting: int = 0,
 ) -> OpenedGenerator:
     """Opens a generator of up to ``rows`` sequences of up to ``longest`` tokens at once.
 
     Args:
+        waiting: Further ones that may have begun, and wait for what stands between turns, where memory has room.
         pad: The id that fills rows up, where transformers generates.
         kernels: The recipe's; puts merged weights on the kernels where the model is not.
         own_settings: The model's ``generation_config`` counts, for what is not in a ``Sampling``.
@@ -148,7 +150,7 @@ def open_generator(
     shape = kept_shape(model, cache_dtype(model, plan))
     room = free_gpu_bytes(device) if room_bytes is None and on_gpu else room_bytes
     copied = copied_bytes(model, plan) if on_gpu and merge else None
-    layout = choose_layout(shape, rows, longest, room_bytes=room, copy_bytes=copied)
+    layout = choose_layout(shape, rows, longest, room_bytes=room, copy_bytes=copied, waiting=waiting)
     if layout is None:
         raise torch.OutOfMemoryError(f"no room for the key-value cache of {longest} tokens")
     merged = merged_model(model, plan, kernels) if layout.merged else None

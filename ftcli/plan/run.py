@@ -33,11 +33,14 @@ Sizes: TypeAlias = ModelShape | MeasuredModel
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """One batch of generation: ``rows`` prompts of up to ``prompt`` tokens, continued up to ``seq_len`` tokens."""
+    """One batch of generation: ``rows`` prompts of up to ``prompt`` tokens, continued up to ``seq_len`` tokens, and the
+    cache of ``waiting`` more.
+    """
 
     rows: int
     prompt: int
     seq_len: int
+    waiting: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ftcli.config.evaluation import RewardConfig
 from ftcli.config.recipe import Recipe
-from ftcli.facts.generation import MOST_ROWS
+from ftcli.facts.generation import MOST_ROWS, MOST_WAITING
 from ftcli.judges import missing_answer, reserved_column
 from ftcli.methods.distill.checks import column_findings, teacher_bytes, teacher_findings, teacher_model
 from ftcli.methods.grpo.settings import GrpoConfig
@@ -362,13 +362,13 @@ def memory(plan: RunPlan) -> MethodMemory:
     seq_len = settings.max_prompt_length + settings.max_completion_length
     second = recipe.lora is None and settings.beta > 0
     completions = train.per_device_train_batch_size * settings.micro_batches(train.gradient_accumulation_steps)
+    rows = min(completions, MOST_ROWS)
+    waiting = min(completions - rows, MOST_WAITING) if settings.environment else 0
     return MethodMemory(
         seq_len=seq_len,
         loss_bytes=plan.log_prob_bytes(train.per_device_train_batch_size * settings.max_completion_length),
         reference_bytes=(plan.model_bytes if second else 0) + _reward_bytes(settings) + teacher_bytes(plan, settings),
-        generation=None
-        if settings.server
-        else Generation(min(completions, MOST_ROWS), settings.max_prompt_length, seq_len),
+        generation=None if settings.server else Generation(rows, settings.max_prompt_length, seq_len, waiting),
     )
 
 

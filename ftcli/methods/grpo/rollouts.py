@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ftcli.data.tokens import Ints
 from ftcli.errors import ExitCode, FtcliError
-from ftcli.facts.generation import MOST_ROWS
+from ftcli.facts.generation import MOST_ROWS, MOST_WAITING
 from ftcli.generation.generator import Completer, OpenedGenerator, generating, open_generator
 from ftcli.generation.requests import (
     Completion,
@@ -205,7 +205,8 @@ class Rollouts:
         memory = self._job.report.memory
 
         def completed(model: PreTrainedModel | PeftModel) -> list[Completion]:
-            return self._completed(self._open(model, min(mine, MOST_ROWS)).generator, requests, turns)
+            waiting = 0 if turns is None else min(max(mine - MOST_ROWS, 0), MOST_WAITING)
+            return self._completed(self._open(model, min(mine, MOST_ROWS), waiting).generator, requests, turns)
 
         whole = memory is not None and memory.generator == "whole"
         dtype = getattr(torch, self._job.dtypes.compute) if self._job.device.type == "cuda" else None
@@ -241,8 +242,9 @@ class Rollouts:
         self._ahead = {step: self._served.later(self._requests(prompts, step, 0), sampling, self.stopping)}
 
     def ahead(self) -> dict[int, list[list[JsonObject]]]:
-        """Completions of a later step, for a checkpoint; they are waited for."""
-        return {step: [[asdict(one) for one in each] for each in made.result()] for step, made in self._ahead.items()}
+        """Completions of a later step, for a checkpoint; they are waited for, and left out where they have failed."""
+        made = {step: one.result() for step, one in self._ahead.items() if one.exception() is None}
+        return {step: [[asdict(one) for one in each] for each in every] for step, every in made.items()}
 
     def restore_ahead(self, state: Mapping[int, Sequence[Sequence[JsonObject]]]) -> None:
         """Goes on with what :meth:`ahead` gave."""
@@ -281,7 +283,7 @@ class Rollouts:
             completions = generator.converse(requests, sampling, self.stopping, acting)
         return [one for each in completions for one in each]
 
-    def _open(self, model: PreTrainedModel | PeftModel, rows: int) -> OpenedGenerator:
+    def _open(self, model: PreTrainedModel | PeftModel, rows: int, waiting: int) -> OpenedGenerator:
         if self._opened is not None:
             self._opened.refresh()
             return self._opened
@@ -297,6 +299,7 @@ class Rollouts:
             kernels=job.recipe.model.kernels,
             own_settings=False,  # log-probabilities know nothing of them
             merge=held == "merged",
+            waiting=min(waiting, memory.waiting) if memory is not None and held in ("kept", "merged") else waiting,
         )
         if not self._told:
             gathered = "" if root_of(self._model) is None else ", weights gathered layer by layer for each token"

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Generic, TypeVar
 
 from ftcli.plain import JsonObject
@@ -243,7 +244,7 @@ class MemoryEstimate(Estimate[Phase]):
         offloaded: What of the layers is pinned there; None where nothing is.
         paged_bytes: Optimizer state that lies on the GPU while it has room and on the host else, which is part of no
             term either.
-        generator: How long what completes a method's prompts is held.
+        generator, waiting: How long what completes a method's prompts is held, and for how many that wait for tools.
     """
 
     pinned_host_bytes: int = 0
@@ -252,6 +253,7 @@ class MemoryEstimate(Estimate[Phase]):
     paged_bytes: int = 0
     graph_pool_bytes: int = 0
     generator: Generator = "each step"
+    waiting: int = 0
 
     def most_of(self, phases: Collection[Phase]) -> int:
         """Bytes that are needed at once in the largest of ``phases``; where the run has none of them, at its peak."""
@@ -337,12 +339,12 @@ def _with_generator(plan: RunPlan, settled: MemoryDecisions) -> MemoryEstimate:
     if not needed.by_engine:
         return alone
     if plan.device.kind == "cpu":
-        return _added_up(plan, replace(settled, generator="kept"))
+        return _added_up(plan, replace(settled, generator="kept", waiting=batch.waiting))
     if free is None:
         return alone
     ways: tuple[Generator, ...] = ("merged", "kept") if needed.copy_bytes else ("kept",)
-    for way in ways:
-        found = _added_up(plan, replace(settled, generator=way))
+    for way, waiting in product(ways, dict.fromkeys((batch.waiting, batch.waiting // 3, 0))):
+        found = _added_up(plan, replace(settled, generator=way, waiting=waiting))
         if found.total_bytes <= ROOMY_SHARE * free:
             return found
     return alone
@@ -392,6 +394,7 @@ def _added_up(plan: RunPlan, settled: MemoryDecisions) -> MemoryEstimate:
         paged_by(plan),
         graph_pool(plan, settled),
         settled.generator,
+        settled.waiting,
     )
 
 

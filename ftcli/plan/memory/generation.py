@@ -66,7 +66,8 @@ def _by_engine(plan: RunPlan, batch: Generation) -> GenerationBytes:
     logits = together * shape.vocab_size * (4 * LOGIT_COPIES + element)
     states = together * each.state_bytes // max(each.nets, 1)  # of a layer, on their way to their places
     passing = int(prefill) + logits + states + _packed_experts(plan)
-    return GenerationBytes(cache_bytes(each, together, batch.seq_len), passing, _copied(plan))
+    held = together + (0 if each.nets else batch.waiting)
+    return GenerationBytes(cache_bytes(each, held, batch.seq_len), passing, _copied(plan))
 
 
 def _packed_experts(plan: RunPlan) -> int:

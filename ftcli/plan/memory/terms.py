@@ -16,7 +16,7 @@ export          weights and adapters
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Literal, TypeAlias
 
 from ftkernels.limits import LOSS_VOCABULARY_SLAB, loss_bytes, packed_rank
@@ -76,12 +76,13 @@ class Term:
 @dataclass(frozen=True, slots=True)
 class MemoryDecisions:
     """Settings that a recipe leaves open and the memory decides: what ``offload`` sends to the host, how many layers
-    stay dequantized, and how long what completes a method's prompts is held.
+    stay dequantized, how long what completes a method's prompts is held, and for how many that wait for tools.
     """
 
     offloaded: Offloaded = "halves"
     dequantized_layers: int = 0
     generator: Generator = "each step"
+    waiting: int = 0
 
 
 def phases_of(plan: RunPlan) -> tuple[Phase, ...]:
@@ -115,7 +116,7 @@ def terms(plan: RunPlan, settled: MemoryDecisions) -> Iterator[Term]:
         phases = tuple(phase for phase in always if phase not in (END, STEP) and not (again and phase == BACKWARD))
         yield Term("DoRA workspace", norms, phases)
     if GENERATION in always and (batch := plan.method_memory.generation) is not None:
-        needed = generation(plan, batch)
+        needed = generation(plan, replace(batch, waiting=settled.waiting))
         phases = always if settled.generator in ("kept", "merged") else (GENERATION,)
         yield Term("generation", needed.pass_bytes + _dequantized(plan, settled), (GENERATION,))
         yield Term("key-value cache", needed.cache_bytes, phases, lasting=True)

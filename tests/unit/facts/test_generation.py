@@ -55,6 +55,23 @@ def test_rows_and_copy_fit_the_room(pages: int | None, copy: int | None, expecte
     assert choose_layout(SHAPE, 8, 3 * 64, room_bytes=room, copy_bytes=bytes_of_copy) == expected
 
 
+@pytest.mark.parametrize(
+    ("pages", "copy", "expected"),
+    [
+        (None, None, EngineLayout(8, 2 + 3 * 28, False)),
+        (100, None, EngineLayout(8, 2 + 3 * 28, False)),
+        (60, None, EngineLayout(8, 54, False)),
+        (100, 60, EngineLayout(8, 30, True)),
+        (20, None, EngineLayout(5, 18, False)),
+    ],
+)
+def test_pages_for_sequences_that_wait_come_last(pages: int | None, copy: int | None, expected: EngineLayout) -> None:
+    room = None if pages is None else pages * SHAPE.page_bytes
+    bytes_of_copy = None if copy is None else copy * SHAPE.page_bytes
+    found = choose_layout(SHAPE, 8, 3 * 64, room_bytes=room, copy_bytes=bytes_of_copy, waiting=20)
+    assert found == expected
+
+
 #: Qwen3.5-9B's, of which every fourth layer attends.
 QWEN = {
     "model_type": "qwen3_5_text", "vocab_size": 248_320, "hidden_size": 4096, "intermediate_size": 12_288,

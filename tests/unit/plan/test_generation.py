@@ -84,6 +84,17 @@ def test_what_generates_is_kept_and_weights_are_merged_where_memory_has_room(cas
     assert roomy.total_bytes <= 0.85 * int(GPUS["h200"].memory_bytes or 0)
 
 
+def test_rollouts_that_wait_for_tools_keep_their_pages_where_memory_has_room(case: Callable[..., Case]) -> None:
+    many = "grpo.steps_per_generation=64", "train.gradient_accumulation_steps=8", "train.per_device_train_batch_size=8"
+    acting = case("mistralai/Mistral-7B-v0.3", LORA + GRPO, *many, "grpo.environment={file: 'desk.py:Desk'}")
+    alone = case("mistralai/Mistral-7B-v0.3", LORA + GRPO, *many)
+    found = [one.estimate(device, work="grpo") for one in (acting, alone) for device in ("h200", "h100", "rtx4090")]
+    assert [one.waiting for one in found] == [384, 384, 0, 0, 0, 0]
+    pages = [one.parts["key-value cache"] for one in found]
+    assert pages[0] > pages[3]
+    assert pages[2] == pages[5]
+
+
 def test_generation_holds_pages_and_reads_a_few_prompts_at_once(case: Callable[..., Case]) -> None:
     def needed(prompt: int, completion: int) -> int:
         lengths = f"grpo.max_prompt_length={prompt}", f"grpo.max_completion_length={completion}"
