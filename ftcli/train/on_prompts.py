@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from ftcli.config.load import LoadedRecipe
 from ftcli.config.recipe import Recipe
 from ftcli.data.asked import PromptLimit
+from ftcli.errors import ExitCode, FtcliError
 from ftcli.plain import FLATTENED, NAMED
 from ftcli.reporting import Session
 from ftcli.run.completions import Completions
@@ -83,6 +84,13 @@ class PromptMethod(ABC):
         group: RankGroup | None,
     ) -> TrainingLoop:
         """The loop that trains ``model``."""
+
+
+def require_prompts(prompts: int, needed: int, completed: str, help: str) -> None:
+    """Raises FtcliError FT261 (exit 4) for fewer prompts than are ``completed`` together."""
+    if prompts < needed:
+        has = f"data.train has {prompts:,} {'prompt' if prompts == 1 else 'prompts'}, and {needed:,} are completed "
+        raise FtcliError.single("FT261", f"{has}{completed}: no step can be made", exit_code=ExitCode.DATA, help=help)
 
 
 def train_on_prompts(

@@ -10,7 +10,7 @@ from ftcli.config.model import ModelConfig, QuantizationConfig
 from ftcli.config.recipe import Recipe
 from ftcli.errors import Finding, Origin
 from ftcli.facts.generation import MOST_ROWS
-from ftcli.methods.distill.settings import DistillConfig, TeacherConfig
+from ftcli.methods.distill.settings import DistillConfig, SampledConfig
 from ftcli.paths import expanded
 from ftcli.plain import JsonMap, JsonObject
 from ftcli.plan.memory.shards import LAYERS_AT_ONCE
@@ -30,7 +30,7 @@ def other_model(recipe: Recipe) -> OtherModel | None:
     return None if recipe.distill is None else teacher_model(recipe, recipe.distill, "distill")
 
 
-def teacher_model(recipe: Recipe, settings: TeacherConfig, section: str) -> OtherModel | None:
+def teacher_model(recipe: Recipe, settings: SampledConfig, section: str) -> OtherModel | None:
     """The model that ``teacher`` of a section names; None where it names none."""
     if settings.teacher is None:
         return None
@@ -41,25 +41,31 @@ def teacher_model(recipe: Recipe, settings: TeacherConfig, section: str) -> Othe
 
 def check(context: Context) -> Findings:
     """FT262, FT274, FT276 and FT288."""
-    recipe, settings = context.recipe, context.recipe.distill or DistillConfig()
+    settings = context.recipe.distill or DistillConfig()
     yield from teacher_findings(context, settings, "distill", alone=True)
     for name in ("teacher_logprobs", "teacher_top_k"):
         if context.says(f"distill.{name}"):
             message = f"distill.{name} is not read where a teacher judges the student's own answers"
             help = "write train.method: distill_offline, or remove it"
             yield context.error("FT276", f"distill.{name}", message, help=help)
-    total = settings.max_prompt_length + settings.max_completion_length
-    if total > recipe.data.max_seq_len:
-        yield context.error(
-            "FT262",
-            "distill.max_completion_length",
-            f"distill.max_prompt_length {settings.max_prompt_length} + distill.max_completion_length "
-            f"{settings.max_completion_length} = {total} exceeds data.max_seq_len {recipe.data.max_seq_len}",
-            help=f"use data.max_seq_len: {total}, or shorter prompts and completions",
-        )
+    yield from length_findings(context, settings, "distill")
 
 
-def teacher_findings(context: Context, settings: TeacherConfig, section: str, *, alone: bool) -> Findings:
+def length_findings(context: Context, settings: SampledConfig, section: str) -> Findings:
+    """FT262 for prompts and completions that do not fit together."""
+    prompt, completion, longest = (
+        settings.max_prompt_length,
+        settings.max_completion_length,
+        context.recipe.data.max_seq_len,
+    )
+    if prompt + completion > longest:
+        message = f"{section}.max_prompt_length {prompt} + {section}.max_completion_length {completion} = "
+        message += f"{prompt + completion} exceeds data.max_seq_len {longest}"
+        help = f"use data.max_seq_len: {prompt + completion}, or shorter prompts and completions"
+        yield context.error("FT262", f"{section}.max_completion_length", message, help=help)
+
+
+def teacher_findings(context: Context, settings: SampledConfig, section: str, *, alone: bool) -> Findings:
     """FT274, FT276 and FT288 for a section's teacher. ``alone``: nothing else is learnt from."""
     lora, key = context.recipe.lora, f"{section}.teacher"
     if settings.teacher is not None:
@@ -143,7 +149,7 @@ def check_rows(context: Context, first: FirstRows) -> Findings:
     yield from column_findings(context.recipe.distill or DistillConfig(), "distill", first)
 
 
-def column_findings(settings: TeacherConfig, section: str, first: FirstRows) -> Findings:
+def column_findings(settings: SampledConfig, section: str, first: FirstRows) -> Findings:
     """FT453, by the section that names the column."""
     column = settings.teacher_column
     without = next((row for row in first.rows if column is not None and column not in row.fields), None)
@@ -184,7 +190,7 @@ def memory(plan: RunPlan) -> MethodMemory:
     )
 
 
-def teacher_bytes(plan: RunPlan, settings: TeacherConfig) -> int:
+def teacher_bytes(plan: RunPlan, settings: SampledConfig) -> int:
     """Bytes of a teacher beside the model, sharded like it; 0 for the model without its adapters."""
     if plan.other is None:
         return 0

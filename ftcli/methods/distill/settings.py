@@ -9,8 +9,8 @@ from pydantic import Field
 from ftcli.config.base import Count, Fraction, Items, PathText, Section
 
 
-class TeacherConfig(Section):
-    """The teacher of a method whose model answers prompts itself."""
+class SampledConfig(Section):
+    """The settings of every method whose model answers prompts itself, and which may have a teacher."""
 
     teacher: PathText | None = Field(
         default=None,
@@ -25,9 +25,13 @@ class TeacherConfig(Section):
         default=None,
         description="A column of the rows, of text that the teacher alone sees: it ends the last user turn.",
     )
+    top_p: Annotated[float, Field(gt=0, le=1)] = Field(default=1.0, description="Nucleus sampling; 1 is off.")
+    top_k: Annotated[int, Field(ge=0)] = Field(default=0, description="Sample from the k likeliest; 0 is off.")
+    max_prompt_length: Count = Field(default=512, description="Longest prompt in tokens; a longer one is an error.")
+    max_completion_length: Count = Field(default=512, description="Longest completion in tokens; sampling ends there.")
 
 
-class DistillConfig(TeacherConfig):
+class DistillConfig(SampledConfig):
     """Distillation: on the student's own answers (`train.method: distill`) or on those of the rows, from stored
     log-probabilities of a teacher (`distill_offline`). Leaf names are those of TRL's DistillationConfig where it has
     them.
@@ -50,10 +54,6 @@ class DistillConfig(TeacherConfig):
     temperature: Annotated[float, Field(ge=0.001, le=10)] = Field(
         default=1.0, description="Of sampling, and of both distributions."
     )
-    top_p: Annotated[float, Field(gt=0, le=1)] = Field(default=1.0, description="Nucleus sampling; 1 is off.")
-    top_k: Annotated[int, Field(ge=0)] = Field(default=0, description="Sample from the k likeliest; 0 is off.")
-    max_prompt_length: Count = Field(default=512, description="Longest prompt in tokens; a longer one is an error.")
-    max_completion_length: Count = Field(default=512, description="Longest completion in tokens; sampling ends there.")
     stop_strings: Items[Annotated[str, Field(min_length=1, max_length=1000)]] = Field(
         default=(), description="Texts that end a completion, beside the tokens that end a turn."
     )

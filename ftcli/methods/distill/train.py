@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any
 from ftcli.config.load import LoadedRecipe
 from ftcli.config.recipe import Recipe
 from ftcli.data.asked import PromptLimit, uncut
-from ftcli.errors import ExitCode, FtcliError
 from ftcli.methods.distill.settings import DistillConfig
 from ftcli.reporting import Session
 from ftcli.train.context import RunContext
 from ftcli.train.lifecycle import CompleteRun
-from ftcli.train.on_prompts import PromptMethod, PromptsResult, train_on_prompts
+from ftcli.train.on_prompts import PromptMethod, PromptsResult, require_prompts, train_on_prompts
 from ftcli.train.progress import TrainingRows
 
 if TYPE_CHECKING:
@@ -93,14 +92,8 @@ def require_step(prompts: int, recipe: Recipe) -> None:
     """Refuses data of fewer prompts than a step completes. Raises FtcliError FT261 (exit 4)."""
     train = recipe.train
     needed = train.per_device_train_batch_size * train.gradient_accumulation_steps * recipe.launch.num_processes
-    if prompts < needed:
-        raise FtcliError.single(
-            "FT261",
-            f"data.train has {prompts:,} {'prompt' if prompts == 1 else 'prompts'}, and {needed:,} are completed in a "
-            "step: no step can be made",
-            exit_code=ExitCode.DATA,
-            help="add rows, or lower train.per_device_train_batch_size or train.gradient_accumulation_steps",
-        )
+    help = "add rows, or lower train.per_device_train_batch_size or train.gradient_accumulation_steps"
+    require_prompts(prompts, needed, "in a step", help)
 
 
 def survey(looking: RowSurvey, recipe: Recipe) -> None:

@@ -9,7 +9,13 @@ from ftcli.config.evaluation import RewardConfig
 from ftcli.config.recipe import Recipe
 from ftcli.facts.generation import MOST_ROWS, MOST_WAITING
 from ftcli.judges import missing_answer, reserved_column
-from ftcli.methods.distill.checks import column_findings, teacher_bytes, teacher_findings, teacher_model
+from ftcli.methods.distill.checks import (
+    column_findings,
+    length_findings,
+    teacher_bytes,
+    teacher_findings,
+    teacher_model,
+)
 from ftcli.methods.grpo.settings import GrpoConfig
 from ftcli.paths import expanded
 from ftcli.plan.run import Generation, MethodMemory, OtherModel, RunPlan
@@ -28,7 +34,8 @@ def check(context: Context) -> Found:
         help = "add one with num_generations and rewards; `ftcli recipes show smoke-grpo` is an example"
         yield context.error("FT260", "", "`ftcli grpo` needs the section `grpo`", help=help)
         return
-    rules = _batch, _lengths, reference_findings, _clips, _unread_settings, _sampling, _stops
+    yield from length_findings(context, grpo, "grpo")
+    rules = _batch, reference_findings, _clips, _unread_settings, _sampling, _stops
     for rule in (*rules, _early_stopping, _environment, _teacher, _server):
         yield from rule(context, grpo)
     yield from check_rewards(context)
@@ -102,19 +109,6 @@ def _batch(context: Context, grpo: GrpoConfig) -> Findings:
 
 def _divisor(batch: int, below: int) -> int | None:
     return next((n for n in range(min(below, batch), 1, -1) if batch % n == 0), None)
-
-
-def _lengths(context: Context, grpo: GrpoConfig) -> Findings:
-    longest = context.recipe.data.max_seq_len
-    total = grpo.max_prompt_length + grpo.max_completion_length
-    if total > longest:
-        yield context.error(
-            "FT262",
-            "grpo.max_completion_length",
-            f"grpo.max_prompt_length {grpo.max_prompt_length} + grpo.max_completion_length "
-            f"{grpo.max_completion_length} = {total} exceeds data.max_seq_len {longest}",
-            help=f"use data.max_seq_len: {total}, or shorter prompts and completions",
-        )
 
 
 #: Losses that clip no ratio, and the keys that they do not read.

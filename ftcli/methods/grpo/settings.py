@@ -8,7 +8,7 @@ from pydantic import Field
 
 from ftcli.config.base import Count, Fraction, Items, PathText, Rate, Section, Served
 from ftcli.config.evaluation import AddressConfig, OnError, RewardConfig
-from ftcli.methods.distill.settings import TeacherConfig
+from ftcli.methods.distill.settings import SampledConfig
 
 
 class RewardPlateauConfig(Section):
@@ -89,15 +89,12 @@ class RewardFailuresConfig(Section):
     )
 
 
-class GrpoConfig(TeacherConfig):
+class GrpoConfig(SampledConfig):
     """GRPO reinforcement fine-tuning. Leaf names are those of TRL's GRPOConfig."""
 
     num_generations: Annotated[int, Field(ge=2, le=1024)] = Field(default=8, description="Completions per prompt.")
-    max_prompt_length: Count = Field(default=512, description="Longest prompt in tokens; a longer one is an error.")
     max_completion_length: Count = Field(default=256, description="Longest completion in tokens; sampling ends there.")
     temperature: Annotated[float, Field(ge=0.001, le=10)] = Field(default=1.0, description="Sampling temperature.")
-    top_p: Annotated[float, Field(gt=0, le=1)] = Field(default=1.0, description="Nucleus sampling; 1 is off.")
-    top_k: Annotated[int, Field(ge=0)] = Field(default=0, description="Sample from the k likeliest; 0 is off.")
     stop_strings: Items[Annotated[str, Field(min_length=1, max_length=1000)]] = Field(
         default=(),
         description="Texts that end a completion, beside the tokens that end a turn. They are trained; what rewards "

@@ -17,7 +17,7 @@ from ftcli.config.load import LoadedRecipe
 from ftcli.config.recipe import Recipe
 from ftcli.data.asked import PromptLimit, uncut
 from ftcli.data.ledger import raise_without_images
-from ftcli.errors import ExitCode, Finding, FtcliError
+from ftcli.errors import Finding
 from ftcli.facts.device import named_device
 from ftcli.judges import JudgeAccess, JudgeScores, columns_of
 from ftcli.methods.grpo.rewards import Reward, build_rewards
@@ -28,7 +28,7 @@ from ftcli.reporting import Session
 from ftcli.rows.row import data_error
 from ftcli.train.context import RunContext
 from ftcli.train.lifecycle import CompleteRun, add_to_manifest
-from ftcli.train.on_prompts import PromptMethod, PromptsResult, train_on_prompts
+from ftcli.train.on_prompts import PromptMethod, PromptsResult, require_prompts, train_on_prompts
 from ftcli.train.progress import TrainingRows
 
 if TYPE_CHECKING:
@@ -62,7 +62,11 @@ class Grpo(PromptMethod):
         return uncut("grpo", self._grpo.max_prompt_length)
 
     def training_rows(self, recipe: Recipe, prompts: int) -> TrainingRows:
-        return training_rows(recipe, prompts)
+        train, each = recipe.train, self._grpo.num_generations
+        micro_batches = self._grpo.micro_batches(train.gradient_accumulation_steps)
+        made = train.per_device_train_batch_size * recipe.launch.row_shares * micro_batches
+        more = "" if micro_batches == train.gradient_accumulation_steps else f", {made:,} made at a time"
+        return TrainingRows(prompts, "prompts", batch="completions", more=f", {each} of each prompt{more}")
 
     def prepare(self, job: Job, prompts: Sequence[RenderedPrompt]) -> None:
         """Rewards, and an environment if there is one. Raises FtcliError FT261 (exit 4) for too few prompts."""
@@ -164,26 +168,10 @@ def require_rollout(prompts: int, recipe: Recipe) -> None:
     assert grpo is not None  # preflight refuses such a recipe (FT260)
     micro_batches = grpo.micro_batches(train.gradient_accumulation_steps)
     completions = train.per_device_train_batch_size * micro_batches * recipe.launch.num_processes
-    needed = completions // grpo.num_generations
-    if prompts < needed:
-        raise FtcliError.single(
-            "FT261",
-            f"data.train has {prompts:,} {'prompt' if prompts == 1 else 'prompts'}, and {needed:,} are completed at a "
-            f"time ({completions:,} completions, {grpo.num_generations:,} of each prompt): no step can be made",
-            exit_code=ExitCode.DATA,
-            help="add rows, lower train.per_device_train_batch_size or train.gradient_accumulation_steps (or "
-            "grpo.steps_per_generation), or raise grpo.num_generations",
-        )
-
-
-def training_rows(recipe: Recipe, prompts: int) -> TrainingRows:
-    """What a run of so many prompts trains on, for the summary at its start."""
-    grpo, train = recipe.grpo, recipe.train
-    assert grpo is not None  # preflight refuses such a recipe (FT260)
-    micro_batches = grpo.micro_batches(train.gradient_accumulation_steps)
-    made = train.per_device_train_batch_size * recipe.launch.row_shares * micro_batches
-    more = "" if micro_batches == train.gradient_accumulation_steps else f", {made:,} made at a time"
-    return TrainingRows(prompts, "prompts", batch="completions", more=f", {grpo.num_generations} of each prompt{more}")
+    help = "add rows, lower train.per_device_train_batch_size or train.gradient_accumulation_steps (or "
+    help += "grpo.steps_per_generation), or raise grpo.num_generations"
+    time = f"at a time ({completions:,} completions, {grpo.num_generations:,} of each prompt)"
+    require_prompts(prompts, completions // grpo.num_generations, time, help)
 
 
 def survey(looking: RowSurvey, recipe: Recipe) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from ftcli.cli.reporters import CollectingReporter, Style
 from ftcli.config.recipe import Recipe
-from ftcli.methods.grpo.train import training_rows as grpo_rows
+from ftcli.methods.grpo.train import Grpo
 from ftcli.methods.sft.train import Supervised
 from ftcli.run.directory import RunDirectory
 from ftcli.run.report import LiveReport
@@ -37,7 +37,7 @@ def recipe(**sections: Any) -> Recipe:
 ])  # fmt: skip
 def test_the_effective_batch(method: str, sections: dict[str, Any], text: str) -> None:
     made = recipe(**sections)
-    rows = grpo_rows(made, 100) if method == "grpo" else Supervised().training_rows(made, 100, 1000)
+    rows = Grpo(made.grpo).training_rows(made, 100) if method == "grpo" else Supervised().training_rows(made, 100, 1000)
     assert effective_batch(made, rows) == text
 
 
