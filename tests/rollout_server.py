@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -24,20 +24,17 @@ class RolloutServer:
 
     Attributes:
         fault: ``base``: adapters are passed over; ``raw``: log-probabilities are those before the temperature;
-            ``stale``: the second adapter answers for later ones; ``other name``: it names another model in its answers.
-        before: Called with the number of a completion before it is made; a status in place of an answer, or None.
+            ``stale``: the second adapter answers for later ones.
         max_model_len: Tokens that it takes.
     """
 
     model: Any
     fault: str | None = None
-    before: Callable[[int], int | None] = lambda _: None
     max_model_len: int = 64
     url: str = ""
     requests: list[tuple[str, Any]] = field(default_factory=list)
     loaded: dict[str, str] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
-    _made: int = 0
     #: Two calls may differ in last bits, by where their tensors lie.
     _answers: dict[str, Any] = field(default_factory=dict)
 
@@ -54,10 +51,6 @@ class RolloutServer:
                 return (200, "Success") if found else (404, {"error": {"message": "cannot be found"}})
             if path != "/v1/completions" or body["model"] not in self.loaded:
                 return 404, {"error": {"message": f"The model `{body.get('model')}` does not exist."}}
-            self._made += 1
-            status = self.before(self._made - 1)
-            if status is not None:
-                return status, {"error": {"message": "asked to"}}
             key = json.dumps(body, sort_keys=True)
             if key not in self._answers:
                 self._answers[key] = self._completion(body)
@@ -94,7 +87,7 @@ class RolloutServer:
             "token_ids": tokens, "prompt_token_ids": body["prompt"], "logprobs": {"token_logprobs": told},
             "finish_reason": "stop" if tokens[-1] in body["stop_token_ids"] else "length",
         }  # fmt: skip
-        return {"model": BASE if self.fault == "other name" else body["model"], "choices": [choice]}
+        return {"model": body["model"], "choices": [choice]}
 
 
 @contextmanager

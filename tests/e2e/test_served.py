@@ -10,7 +10,7 @@ from ftcli.assets import asset
 from tests.e2e.conftest import User
 from tests.e2e.test_grpo_settings import DATA, GRPO
 from tests.rollout_server import RolloutServer, rollout_server
-from tests.tiers import further, telling
+from tests.tiers import telling
 
 TRAIN: dict[str, Any] = {
     "max_steps": 4, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "learning_rate": 1e-2,
@@ -30,17 +30,16 @@ def rollouts(server: RolloutServer) -> list[str]:
     return list(dict.fromkeys(asked))
 
 
-@pytest.mark.parametrize("ahead", [1, *further(0)])
-def test_a_run_learns_from_what_a_server_samples_and_goes_on_alike(ahead: int, user: User) -> None:
+def test_a_run_learns_from_what_a_server_samples_ahead_and_goes_on_alike(user: User) -> None:
     with rollout_server(asset("models", "tiny-gemma2")) as server:
-        recipe = recipe_of(user, server, steps_ahead=ahead)
+        recipe = recipe_of(user, server, steps_ahead=1)
         user.done("grpo", recipe)
         lines = [line for line in user.metrics("r") if "loss" in line]
         stale = [line["stale_tokens"] for line in lines]
         # The first step's adapter is no other than the base, so it cannot be told whether it is used.
-        assert [bool(one) for one in stale] == ([False, False, True, True] if ahead else [False] * 4)
+        assert [bool(one) for one in stale] == [False, False, True, True]
         assert all(line["sampling/sampling_logp_difference/mean"] < 1e-4 for line in lines if not line["stale_tokens"])
-        assert len(rollouts(server)) == (3 if ahead else 4)
+        assert len(rollouts(server)) == 3, "the third rollout is of the second one's adapter"
         assert not server.loaded
         assert not list((user.folder / "r").glob("served*"))
         sent = next(body for path, body in server.requests if path == "/v1/completions")
@@ -53,9 +52,7 @@ FAULTS: dict[str, tuple[dict[str, Any], str, str]] = {
     "adapters passed over": ({"fault": "base"}, "FT716", "samples by the base model"),
     "raw log-probabilities": ({"fault": "raw"}, "FT708", "differ by"),
     "a stale adapter": ({"fault": "stale"}, "FT708", "other log-probabilities"),
-    "another model": ({"fault": "other name"}, "FT716", "did not answer as"),
     "no room": ({"max_model_len": 32}, "FT520", "takes 32 tokens"),
-    "gone": ({"before": lambda number: 503 if number > 9 else None}, "FT716", "503, and so in 1 further tries"),
 }
 
 
