@@ -93,17 +93,24 @@ def test_rollouts_act_are_rewarded_and_go_on_alike(acting: User) -> None:
     acting.goes_on_alike("r", path, "grpo")
 
 
-def test_a_reward_function_looks_at_environments_as_trls_do(acting: User) -> None:
+def test_a_reward_function_looks_at_environments_as_trls_do_and_a_changed_one_is_another_input(acting: User) -> None:
     (acting.folder / "score.py").write_text(
         "def score(environments, **more):\n    return [10.0 * len(one.put) for one in environments]\n"
         "def plain(completions, prompts, answer):\n    return [0.0] * len(completions)\n"
     )
     rewards = [{"file": f"{acting.folder}/score.py:{name}"} for name in ("score", "plain")]
-    acting.done("grpo", recipe(acting, grpo={"rewards": rewards}))
+    path = recipe(acting, grpo={"rewards": rewards}, steps=2)
+    acting.done("grpo", path)
     (line,) = (line for line in acting.metrics("r") if "reward" in line)
     assert line["rewards/score/mean"] > 0
     for one in Completions(acting.folder / "r" / "completions").read(1):
         assert one.rewards["score"] == 10 * int(one.rewards["Box"])
+    acting.cut_off("r")
+    (acting.folder / "box.py").write_text(ENVIRONMENT + "\n# changed\n", encoding="utf-8")
+    status, document = acting.run("grpo", path)
+    assert status != 0
+    assert "FT721" in [one["code"] for one in document["findings"]]
+    assert json.dumps(document)
 
 
 def test_a_run_without_lockstep_is_a_run(acting: User, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,14 +165,3 @@ def test_a_template_without_tools_is_refused(acting: User) -> None:
     status, document = acting.run("grpo", str(acting.folder / "again.yaml"), *words)
     assert status == 2
     assert "FT473" in [one["code"] for one in document["findings"]]
-
-
-def test_a_changed_environment_is_another_input(acting: User) -> None:
-    path = recipe(acting, steps=2)
-    acting.done("grpo", path)
-    acting.cut_off("r")
-    (acting.folder / "box.py").write_text(ENVIRONMENT + "\n# changed\n", encoding="utf-8")
-    status, document = acting.run("grpo", path)
-    assert status != 0
-    assert "FT721" in [one["code"] for one in document["findings"]]
-    assert json.dumps(document)

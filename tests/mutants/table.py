@@ -578,6 +578,27 @@ METHODS = (
         _U + "judges/test_environment.py",
     ),
     _m(
+        "a teacher's log-probabilities pull the other way",
+        "ftcli/methods/grpo/losses.py",
+        "advantages = advantages + grpo.teacher_coef * above",
+        "advantages = advantages - grpo.teacher_coef * above",
+        _U + "methods/grpo/test_losses.py",
+    ),
+    _m(
+        "a server's answers for another adapter are taken",
+        "ftcli/methods/grpo/served.py",
+        'right = said["model"] == name and ',
+        "right = ",
+        _U + "methods/grpo/test_served.py",
+    ),
+    _m(
+        "rollouts that wait for tools have no pages beside the rows",
+        "ftcli/facts/generation.py",
+        "_pages(rows + (0 if shape.nets else waiting), longest)",
+        "_pages(rows, longest)",
+        _U + "facts/test_generation.py",
+    ),
+    _m(
         "a judge's replies are asked for again",
         "ftcli/judges/endpoint.py",
         "reply = None if self._cache is None else self._cache.get(key)",

@@ -22,7 +22,9 @@ PROMPTS = [[5, 6, 7]] * 4 + [[9, 10]] * 4
 
 def rollouts(model: Any, seed: int = 0, **settings: Any) -> Rollouts:
     recipe = SimpleNamespace(run=SimpleNamespace(seed=seed), model=SimpleNamespace(kernels="off"))
-    report = SimpleNamespace(memory=SimpleNamespace(generator="kept"), device=SimpleNamespace(available_bytes=None))
+    report = SimpleNamespace(
+        memory=SimpleNamespace(generator="kept", waiting=0), device=SimpleNamespace(available_bytes=None)
+    )
     job: Any = SimpleNamespace(
         recipe=recipe,
         report=report,
