@@ -18,6 +18,8 @@ from ftcli.plain import JsonMap, JsonObject
 from ftcli.rows.row import Row
 
 Ints = NDArray[np.int64]
+#: Of what tells rows apart.
+DIGEST_BYTES = 16
 _META = "meta.json"
 #: Bytes of a file that are read at a time.
 _BLOCK = 2**20
@@ -343,10 +345,22 @@ def _mapped(path: Path, dtype: type[np.generic]) -> NDArray[Any]:
 
 def digest_of(row: TokenizedRow) -> bytes:
     """Of its tokens and images. The tokens themselves, of all pairs, would be gigabytes."""
-    digest = hashlib.blake2b(np.asarray(row.input_ids, dtype=np.int32).tobytes(), digest_size=16)
+    digest = hashlib.blake2b(np.asarray(row.input_ids, dtype=np.int32).tobytes(), digest_size=DIGEST_BYTES)
     for image in row.images:
         digest.update(image.content or str(image.path).encode())
     return digest.digest()
+
+
+def unit_digest(*rows: TokenizedRow) -> bytes:
+    """Of the token ids of all rows, and of which of them are supervised."""
+    found = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    for row in rows:
+        ids = np.asarray(row.input_ids, dtype="<i8")
+        supervised = np.asarray(row.labels, dtype="<i8") != IGNORE_INDEX
+        found.update(len(ids).to_bytes(8, "little"))
+        found.update(ids.tobytes())
+        found.update(supervised.tobytes())
+    return found.digest()
 
 
 class TokenTable(Sequence[TokenizedRow]):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Unpack
 
 import torch
@@ -201,3 +203,30 @@ class SummedObjective(EpochObjective):
 
     def restore(self, state: JsonObject, progress: Progress) -> None:
         self._sums.restore(state)
+
+
+@dataclass(frozen=True, slots=True)
+class RunSteps:
+    """The steps of a run: how many there are, of so many units each over all ranks, and of an epoch."""
+
+    total: int
+    of_epoch: int
+    units: int
+
+
+def steps_of(job: Job, epochs: Epochs, group: RankGroup | None) -> RunSteps:
+    """As the loop takes them."""
+    train, ranks = job.recipe.train, 1
+    if group is not None:
+        ranks = group.size // job.recipe.launch.context_parallel_size
+    units = train.per_device_train_batch_size * ranks * train.gradient_accumulation_steps
+    of_epoch = math.ceil(len(epochs) / units)
+    return RunSteps(train.max_steps or math.ceil(train.num_train_epochs * of_epoch), of_epoch, units)
+
+
+def seen_units(epochs: Epochs, steps: RunSteps) -> tuple[Sequence[int], bool]:
+    """The units that training sees, and whether it sees some of them more than once."""
+    if steps.total >= steps.of_epoch:
+        return range(epochs.units), steps.total > steps.of_epoch or len(epochs) > epochs.units
+    seen = epochs.order(0)[: steps.total * steps.units]
+    return sorted(set(seen)), len(set(seen)) < len(seen)

@@ -16,9 +16,8 @@ from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM
 
 from ftcli.assets import asset
-from ftcli.data.tokens import TokenizedRow
+from ftcli.data.tokens import TokenizedRow, unit_digest
 from ftcli.methods.distill.stored import PartWriter
-from ftcli.methods.preference.cache import unit_digest
 from tests.e2e.conftest import User
 from tests.e2e.ranks import run_ranks
 from tests.e2e.resilience import Drills, require_same_weights

@@ -25,8 +25,7 @@ from ftcli.errors import ExitCode, FtcliError
 from ftcli.export.gguf.file import add_value
 from ftcli.export.tensorfile import TensorFile
 from ftcli.export.verify import shortened
-from ftcli.gguf import ReadFile, Value, no_place
-from ftcli.tables.gguf import (
+from ftcli.facts.llama_cpp import (
     CONVERTER,
     CONVERTER_COMMIT,
     CONVERTER_DIGEST,
@@ -34,6 +33,7 @@ from ftcli.tables.gguf import (
     WITHOUT_CONVERTER,
     converter,
 )
+from ftcli.gguf import ReadFile, Value, no_place
 
 #: Types that the converter writes itself, by the dtype of the weights that it is given.
 PLAIN_TYPES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}

@@ -28,6 +28,7 @@ from ftcli.export.safetensors import require_kept_base
 from ftcli.export.source import ExportSource, not_verified, source_stops, source_tokenizer, unwritten
 from ftcli.export.verify import Probe, compare_logits, logits, probe_batch, trained_logits
 from ftcli.export.weights import MergedWeights, ModelWeights, source_config, source_weights
+from ftcli.facts.llama_cpp import LLAMA_QUANTIZE
 from ftcli.gguf import (
     FILTER,
     GATE,
@@ -52,7 +53,6 @@ from ftcli.run.directory import RunDirectory
 from ftcli.run.report.card import licence_of_base, public_base
 from ftcli.tables import quantizations
 from ftcli.tables.gguf import (
-    LLAMA_QUANTIZE,
     NORMS_OF_LAYERS,
     TYPES,
     Architecture,

@@ -20,11 +20,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 from torch import Tensor
 
-from ftcli.data.tokens import TokenizedRow
+from ftcli.data.tokens import TokenizedRow, unit_digest
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.labels import IGNORE_INDEX
 from ftcli.methods.distill.checks import TOLD, differing, does_not_fit
-from ftcli.methods.preference.cache import unit_digest
 from ftcli.plain import JsonMap, JsonObject
 from ftcli.run.atomic import json_object_in, storage_errors, write_bytes, write_json
 

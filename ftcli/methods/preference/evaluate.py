@@ -13,12 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ftcli.data.tokens import TokenizedRow
+from ftcli.data.tokens import TokenizedRow, unit_digest
 from ftcli.errors import Origin
 from ftcli.evaluate.loss import LossResult, Sums, require_finite, summed
 from ftcli.evaluate.margins import Floats, RowTable, margins_of_pairs
 from ftcli.evaluate.suite import Evaluator
-from ftcli.methods.preference.cache import LogProbs, unit_digest
+from ftcli.methods.preference.cache import LogProbs
 from ftcli.methods.preference.figures import (
     PAIR_SUMS,
     controlled,

@@ -16,20 +16,20 @@ import pytest
 import torch
 
 from ftcli.config.model import QuantizationConfig
+from ftcli.data.tokens import unit_digest
 from ftcli.methods.preference import cache as key_module
-from ftcli.methods.preference.cache import ReferenceCache, reference_key, unit_digest
+from ftcli.methods.preference.cache import ReferenceCache, reference_key
 from ftcli.methods.preference.reference import (
     AheadOfTraining,
     Reference,
     by_answer,
     by_unit,
     scored_ahead,
-    seen_units,
-    steps_of,
 )
 from ftcli.methods.preference.settings import PreferenceConfig
 from ftcli.model.initial_adapters import remember_initial, remember_start
 from ftcli.model.patch import patch
+from ftcli.train.epochs import seen_units, steps_of
 from tests.unit.methods.preference import steps
 from tests.unit.methods.preference.steps import PADDED, UNPADDED, epochs_of_pairs, objective_of, require_same, step
 
