@@ -352,7 +352,7 @@ def digest_of(row: TokenizedRow) -> bytes:
 
 
 def unit_digest(*rows: TokenizedRow) -> bytes:
-    """Of the token ids of all rows, and of which of them are supervised."""
+    """Of the token ids of all rows, of which of them are supervised, and of what their images hold."""
     found = hashlib.blake2b(digest_size=DIGEST_BYTES)
     for row in rows:
         ids = np.asarray(row.input_ids, dtype="<i8")
@@ -360,7 +360,17 @@ def unit_digest(*rows: TokenizedRow) -> bytes:
         found.update(len(ids).to_bytes(8, "little"))
         found.update(ids.tobytes())
         found.update(supervised.tobytes())
+        for image in row.images:  # as many tokens stand for any other of its size
+            found.update(repr((image.grid, image.width, image.height)).encode() + _content_digest(content_of(image)))
     return found.digest()
+
+
+def _content_digest(held: Path | bytes) -> bytes:
+    """Of what an image's file holds. One that cannot be read has none; whoever reads its pixels says so."""
+    try:
+        return hashlib.sha256(held.read_bytes() if isinstance(held, Path) else held).digest()
+    except OSError:
+        return b""
 
 
 class TokenTable(Sequence[TokenizedRow]):
