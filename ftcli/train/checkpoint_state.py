@@ -21,11 +21,10 @@ import torch
 from transformers.trainer import OPTIMIZER_NAME, SCALER_NAME, SCHEDULER_NAME
 from transformers.trainer_pt_utils import safe_globals
 
-from ftcli.errors import FtcliError, first_line
+from ftcli.errors import FtcliError, first_line, is_out_of_memory
 from ftcli.plain import JsonObject
 from ftcli.run.atomic import read_text
 from ftcli.run.checkpoint import STATE_NAME, TRAINER_STATE
-from ftcli.run.out_of_memory import is_out_of_memory
 from ftcli.train.evaluation import BestEvaluation
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from ftcli.config.data import DatasetConfig
 from ftcli.config.load import LoadedRecipe
 from ftcli.config.recipe import Recipe
 from ftcli.config.yaml import dump_recipe
-from ftcli.errors import ExitCode, Finding, FtcliError
+from ftcli.errors import ExitCode, Finding, FtcliError, is_out_of_memory
 from ftcli.facts.licence import licence_of
 from ftcli.judges import files_of
 from ftcli.plain import JsonMap, JsonObject, plain
@@ -47,7 +47,6 @@ from ftcli.run.loggers import OpenLoggers
 from ftcli.run.manifest import build_manifest
 from ftcli.run.metrics import MetricsWriter
 from ftcli.run.mirror import Mirror
-from ftcli.run.out_of_memory import is_out_of_memory
 from ftcli.run.report import LiveReport, write_report
 from ftcli.run.report.card import write_card
 from ftcli.run.resume import OpenedRun, open_run
