@@ -15,7 +15,7 @@ from ftcli.plan.execution import Work
 from ftcli.tables import methods
 from ftcli.tables.methods import Method
 
-#: ``eval``, ``chat``, ``export``, ``check``, ``bench``, ``bench --eval``, or a command of :mod:`ftcli.tables.methods`.
+#: ``eval``, ``chat``, ``export``, ``check``, ``bench``, or a command of :mod:`ftcli.tables.methods`.
 Command = str
 Findings = Iterator[Finding]
 
@@ -45,7 +45,7 @@ class Context:
         """The command's work with the model; ``check`` is about training."""
         if self.command == "export":
             return "export"
-        return "eval" if self.command in ("eval", "chat", "sample", "bench --eval") else "train"
+        return "eval" if self.command in ("eval", "chat", "sample") else "train"
 
     @property
     def method(self) -> Method:
@@ -75,7 +75,7 @@ class Context:
     @property
     def benches(self) -> bool:
         """True if the command is a benchmark, which takes random weights and tokens."""
-        return self.command in ("bench", "bench --eval")
+        return self.command == "bench"
 
     @property
     def is_trial(self) -> bool:
