@@ -29,7 +29,7 @@ class BenchOptions:
     Attributes:
         batch: Rows of a step, or pairs of them where the recipe learns from pairs.
         prompt: Tokens of a pair's prompt; None: a third of its shorter row.
-        lengths: Where the lengths of rows come from (:func:`ftcli.data.lengths.lengths_of`); None: all have ``seq``.
+        lengths: What the lengths of rows are drawn from (``lognormal:MEAN,SIGMA``); None: all have ``seq``.
         steps: Timed steps after the first; with 0 the first is reported.
     """
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from ftcli.config.load import LoadedRecipe
 from ftcli.config.recipe import Recipe
 from ftcli.config.training import LoggingConfig
-from ftcli.data.lengths import Lengths, lengths_of
+from ftcli.errors import FtcliError, Origin
 from ftcli.pipeline import bench_result
 from ftcli.pipeline.bench_result import BenchOptions, BenchResult, Measured
 from ftcli.pipeline.launch import launched, over_ranks
@@ -33,6 +36,13 @@ if TYPE_CHECKING:
 
 #: The method whose steps are timed where the recipe's own are not.
 _SUPERVISED = "sft"
+#: A row of one token has none that is predicted.
+SHORTEST = 2
+_LOGNORMAL = "lognormal:"
+_LONGEST = 10**9
+
+#: Makes so many lengths in tokens, from 2 to the longest (longer ones are cut), of a seed: a function of these alone.
+Lengths = Callable[[int, int, int], list[int]]
 
 
 def bench(loaded: LoadedRecipe, session: Session, options: BenchOptions) -> BenchResult:
@@ -44,8 +54,8 @@ def bench(loaded: LoadedRecipe, session: Session, options: BenchOptions) -> Benc
 def bench_step(
     loaded: LoadedRecipe, session: Session, options: BenchOptions, group: RankGroup | None = None
 ) -> BenchResult:
-    """Times ``options.steps`` training steps after the first, on random weights of the recipe's
-    true shape; without any, the first (``first_step_only``). The ranks of ``group`` take as many each by itself before.
+    """Times ``options.steps`` training steps after the first, on random weights of the recipe's true shape; without
+    any, the first (``first_step_only``). The ranks of ``group`` take as many each by itself before.
 
     The bound is tokens/s over (matmul rate / operations per token), with the rate measured on this machine and the
     operations counted by :mod:`ftcli.facts.flops`. Products of weights as they are stored count at their own rate.
@@ -82,6 +92,26 @@ def bench_step(
             stored,
         ),
     )
+
+
+def lengths_of(text: str) -> Lengths:
+    """``lognormal:MEAN,SIGMA``; the mean is that of the lengths before any cut. Raises FtcliError FT157 (exit 2)."""
+    try:
+        mean, sigma = (float(part) for part in text.removeprefix(_LOGNORMAL).split(","))
+        sound = text.startswith(_LOGNORMAL) and SHORTEST <= mean <= _LONGEST and 0.0 <= sigma <= 4.0  # NaN is not
+    except ValueError:
+        sound = False
+    if not sound:
+        message = f"{text!r} names no mean of at least {SHORTEST} tokens, and a sigma from 0 to 4"
+        help = "write lognormal:MEAN,SIGMA, as in lognormal:380,0.8"
+        raise FtcliError.single("FT157", message, origin=Origin("--lengths"), help=help)
+    around = math.log(mean) - sigma**2 / 2
+
+    def drawn(count: int, longest: int, seed: int) -> list[int]:
+        found = np.random.default_rng(seed).lognormal(around, sigma, count)
+        return [int(length) for length in np.clip(np.rint(found), SHORTEST, longest)]
+
+    return drawn
 
 
 def without_graphs(asked: Recipe, timed: Recipe) -> str | None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ftcli.data.lengths import lengths_of
+from ftcli.pipeline.benchmark import lengths_of
 from ftcli.plan.batches import Layout
 from tests.e2e.conftest import User
 
@@ -55,15 +54,6 @@ def test_training_computes_what_it_says(user: User, monkeypatch: pytest.MonkeyPa
         assert len(seen) == 4  # the first one is not timed
         assert found["real_tokens"] == sum(real for real, _ in seen[1:])
         assert found["computed_tokens"] == sum(computed for _, computed in seen[1:])
-
-
-def test_measured_lengths(user: User, tmp_path: Path) -> None:
-    path = tmp_path / "lengths.txt"
-    path.write_text("7\n90\n")
-    found = user.done("bench", user.recipe(), *WORDS, "--lengths", str(path))
-    cut, rest = divmod(found["real_tokens"] - 12 * 7, 60 - 7)  # each of 12 rows has 7 tokens, or 60 of its 90
-    assert rest == 0
-    assert 0 < cut < 12
 
 
 def test_rows_of_one_length_have_no_filler_but_what_rounds_them_up(user: User) -> None:

@@ -72,7 +72,7 @@ def bench(
         typer.Option(
             "--lengths",
             metavar="MIX",
-            help="Rows of different lengths, cut at --seq: lognormal:MEAN,SIGMA, or a file of lengths.",
+            help="Rows of different lengths, cut at --seq: lognormal:MEAN,SIGMA.",
         ),
     ] = None,
     layers: Annotated[
