@@ -26,7 +26,7 @@ from ftcli.export.gguf.file import (
     type_of,
     write_file,
 )
-from ftcli.export.gguf.seeing import IMAGE, compare_seen
+from ftcli.export.gguf.images import IMAGE, compare_seen
 from ftcli.export.gguf.verify import verify_file
 from ftcli.export.lazy import computing_from
 from ftcli.export.safetensors import plan_model, require_kept_base
