@@ -135,7 +135,7 @@ def open_job(report: PreflightReport, session: Session) -> Job:
 
 
 def vision_of(report: PreflightReport, tokenizer: PreTrainedTokenizerBase, *, offline: bool) -> Vision | str:
-    """What the recipe's model sees images with, where its method trains on them; or why not."""
+    """The image processor of the recipe's model, where its method trains on images; else why not."""
     recipe, method = report.recipe, report.plan.method
     if not method.sees:
         return f"{method.title} trains on text alone"

@@ -163,7 +163,7 @@ def summed(
 
 @dataclass(frozen=True, slots=True)
 class Turn(Generic[T, R]):
-    """What a rank has run while the others ran as much.
+    """A rank's batch of one turn, in which each of the others has one, too.
 
     Attributes:
         number: Of its batch among all.

@@ -40,7 +40,7 @@ _MOST_BYTES = 10 << 20
 
 @dataclass(frozen=True, slots=True)
 class JudgeAccess:
-    """What judges get from outside: ``secret`` gives the value of a variable, ``cache`` is a folder for answers."""
+    """Access of judges to the outside: ``secret`` gives the value of a variable, ``cache`` is a folder for answers."""
 
     secret: Callable[[str], str | None] = field(default=lambda name: None)
     cache: Path | None = None

@@ -32,7 +32,7 @@ Call = tuple[str, JsonObject]
 
 @dataclass(frozen=True, slots=True)
 class ToolResult:
-    """What a tool has said, and whether it failed."""
+    """A tool's answer, and whether it failed."""
 
     name: str
     content: str
@@ -41,7 +41,7 @@ class ToolResult:
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentFacts:
-    """What an environment is: its class' name, its tools as JSON Schemas, and whether it has a reward."""
+    """An environment's description: its class' name, its tools as JSON Schemas, and whether it has a reward."""
 
     name: str
     schemas: tuple[JsonObject, ...]
@@ -86,7 +86,7 @@ class EnvironmentInstance:
         return _outliving(self._restore)
 
     def call(self, calls: Sequence[Call], most: int | None) -> list[ToolResult]:
-        """What the tools say, none of which ends the rollout: a failure is told to the model.
+        """Calls tools, none of which ends the rollout: a failure is told to the model.
 
         Args:
             most: Characters of a result that are kept; None: all.
@@ -164,7 +164,7 @@ class EnvironmentInstance:
 
 
 def _outliving(work: Callable[[], _T]) -> _T:
-    """What ``work`` gives, which is done again where its process ends. Raises WorkerGone where that goes on."""
+    """The result of ``work``, which is repeated where its process ends. Raises WorkerGone where that goes on."""
     for _ in range(_PROCESSES - 1):
         with suppress(WorkerGone):
             return work()

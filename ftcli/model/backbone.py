@@ -182,7 +182,7 @@ def _seen(
     of_images: Mapping[str, Tensor],
     stack: CollectingStack | None,
 ) -> dict[str, Any]:
-    """What the language model is called with, in place of ids (B, S), where a batch has images."""
+    """The language model's arguments, in place of ids (B, S), where a batch has images."""
     seen, positions = see(base, ids, of_images), inputs["position_ids"]
     found = {"inputs_embeds": seen.embeds, **seen.of_tokens, **_added(seen, ids, stack)}
     if "rope_positions" in inputs:

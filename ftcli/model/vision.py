@@ -1,4 +1,4 @@
-"""What a model sees: its tower on the images of a micro-batch, and the language model's input with that in its places.
+"""Images in a model: its tower on the images of a micro-batch, and the language model's input with that in its places.
 
 The tower is transformers' own and runs once for all images of a micro-batch. Where nothing of it is trained it leaves
 nothing behind for backward.
@@ -30,8 +30,8 @@ _OF_PROCESSORS = ("pixel_values", "image_grid_thw", "image_sizes", "image_positi
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What towers saw in N places: ``features`` (N, H), read in place of the tokens' embeddings; and what is added to
-    the output of the first layers, (N, H) each.
+    """Features of towers for N places: ``features`` (N, H), read in place of the tokens' embeddings; and what is added
+    to the output of the first layers, (N, H) each.
     """
 
     features: Tensor
@@ -155,20 +155,20 @@ def example_of_qwen(config: Any, images: int, side: int) -> dict[str, Tensor]:
 
 
 def example_of_gemma3(config: Any, images: int, side: int) -> dict[str, Tensor]:
-    """As Gemma-3's gives them."""
+    """Inputs as Gemma-3's processor gives them."""
     edge = side * config.vision_config.patch_size
     return {"pixel_values": torch.zeros(images, 3, edge, edge)}
 
 
 def example_of_gemma4(config: Any, images: int, side: int) -> dict[str, Tensor]:
-    """As Gemma-4's gives them."""
+    """Inputs as Gemma-4's processor gives them."""
     place = torch.cartesian_prod(torch.arange(side), torch.arange(side)).flip(-1)
     pixels = torch.zeros(images, side**2, 3 * config.vision_config.patch_size**2)
     return {"pixel_values": pixels, "image_position_ids": place.expand(images, -1, -1)}
 
 
 def example_of_mistral3(config: Any, images: int, side: int) -> dict[str, Tensor]:
-    """As Mistral-3's gives them."""
+    """Inputs as Mistral-3's processor gives them."""
     edge = side * config.vision_config.patch_size
     sizes = torch.tensor([[edge, edge]] * images)
     return {"pixel_values": torch.zeros(images, 3, edge, edge), "image_sizes": sizes}

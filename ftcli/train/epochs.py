@@ -215,7 +215,7 @@ class RunSteps:
 
 
 def steps_of(job: Job, epochs: Epochs, group: RankGroup | None) -> RunSteps:
-    """As the loop takes them."""
+    """The steps that the loop takes."""
     train, ranks = job.recipe.train, 1
     if group is not None:
         ranks = group.size // job.recipe.launch.context_parallel_size

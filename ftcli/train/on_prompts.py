@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PromptsResult:
-    """What such a command answers: the run, and the score of each held-out task before and after training."""
+    """The answer of such a command: the run, and the score of each held-out task before and after training."""
 
     fitted: FinishedRun = field(metadata=FLATTENED)
     before: Mapping[str, float] = field(metadata=NAMED)
@@ -57,7 +57,7 @@ class PromptMethod(ABC):
 
     @abstractmethod
     def training_rows(self, recipe: Recipe, prompts: int) -> TrainingRows:
-        """What a run of so many prompts trains on, for the summary at its start."""
+        """The training rows of a run of so many prompts, for the summary at its start."""
 
     @abstractmethod
     def prepare(self, job: Job, prompts: Sequence[RenderedPrompt]) -> None:

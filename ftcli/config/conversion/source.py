@@ -345,7 +345,7 @@ def _computed(key: str, origin: Origin, remedy: str) -> Finding:
 def _other_call(
     call: ast.Call, name: str, piece: _Piece, names: Mapping[str, ast.expr], findings: dict[str, Finding]
 ) -> dict[str, MapEntry]:
-    """What other calls say: a trainer's class, which turns are trained, the template, and that rows are made anew."""
+    """Reads other calls: a trainer's class, which turns are trained, the template, and that rows are made anew."""
     origin = piece.origin(call)
     if name.endswith("Trainer"):
         return {"trainer": _entry(origin, name)}

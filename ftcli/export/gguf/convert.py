@@ -176,7 +176,7 @@ def _whole(tensor: Tensor) -> Tensor:
 
 
 class _Place:
-    """What tensors of a file hold, by the rows' fingerprints for each type; turned matrices only where asked for."""
+    """Tensors of a file by their rows' fingerprints for each type; turned matrices only where asked for."""
 
     def __init__(self, file: ReadFile, names: Sequence[str]) -> None:
         self._file, self._names = file, names

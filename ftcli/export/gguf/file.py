@@ -296,7 +296,7 @@ def provenance_of(source: ExportSource) -> dict[str, Value]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trained:
-    """What was trained, as files for llama.cpp are compared with it.
+    """The trained model that files for llama.cpp are compared with.
 
     Attributes:
         name: What files are called, before their type.
@@ -417,7 +417,7 @@ def _is_the_embedding(name: str, weights: ModelWeights, architecture: Architectu
 
 
 def _activation_values(weights: ModelWeights, names: TensorNames) -> dict[str, Value]:
-    """What each layer's activation has trained, by key."""
+    """Trained values of each layer's activation, by key."""
     found: dict[str, dict[int, float]] = {}
     for name, (key, layer) in names.in_metadata.items():
         found.setdefault(key, {})[layer] = float(weights.read(name))

@@ -160,8 +160,8 @@ class Offline(Supervised):
         *,
         keep: bool = True,
     ) -> StoredLogProbs:
-        """What the folder holds where no teacher is named. Raises FtcliError FT474 (exit 4) where rows are not in it,
-        or their tokens were others.
+        """The folder's log-probabilities where no teacher is named. Raises FtcliError FT474 (exit 4) where rows are not
+        in it, or their tokens were others.
         """
         settings = job.recipe.distill or DistillConfig()
         folder = expanded(settings.teacher_logprobs or "")

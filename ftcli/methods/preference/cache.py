@@ -146,8 +146,8 @@ _SCORING = 1
 def reference_key(
     job: Job, model: PreTrainedModel | PeftModel, ld_alpha: float, *, rows: int = 2, shares: int = 1
 ) -> str:
-    """Of each weight of the reference as it is in memory, its configuration, how it is computed and by which code. No
-    setting of training is in it. All ranks call it where the weights are sharded, and have the same.
+    """A digest of each weight of the reference as it is in memory, its configuration, how it is computed and by which
+    code. No setting of training is in it. All ranks call it where the weights are sharded, and have the same.
     """
     base, plan, batches = base_of(model), job.plan, job.batches(model)
     config = {name: value for name, value in base.config.to_dict().items() if name != "_name_or_path"}
@@ -170,7 +170,7 @@ def reference_key(
 
 
 def _scales(model: Any) -> list[Any]:
-    """What is computed with the tensors of a model's adapters."""
+    """Settings of a model's adapters that are computed with."""
     config = model.peft_config[model.active_adapter]
     names = ("r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern")
     return [getattr(config, name) for name in names]

@@ -1,4 +1,4 @@
-"""What pairs teach: the mean loss of the pairs of a step, against a reference that is computed beside it.
+"""The objective of pairs: the mean loss of the pairs of a step, against a reference that is computed beside it.
 
 Before a run's first step policy and reference are one model, which is checked, unless the reference is another one.
 """
@@ -89,7 +89,8 @@ class ComparedObjective(SummedObjective):
     def compared(
         self, inputs: dict[str, Tensor], *, aligned: bool = False, alone: bool = False
     ) -> tuple[ScoredAnswers, ScoredAnswers | None, Tensor]:
-        """What policy and reference give the answers of a batch (``alone``: there is none), and the tokens of each.
+        """Log-probabilities of a batch's answers under policy and reference (``alone``: there is none), and their
+        tokens.
 
         Before the first step the two are compared, or where the reference is another model, the policy with its own
         start, the model without its adapters; and how far apart they are is told. Raises FtcliError FT714 (exit 1).
@@ -110,7 +111,7 @@ class ComparedObjective(SummedObjective):
 
     @torch.no_grad()
     def _of_reference(self, inputs: dict[str, Tensor], known: Tensor | None = None) -> ScoredAnswers:
-        """What the reference gives the answers of a batch, which is computed where it is not ``known``."""
+        """The reference's log-probabilities of a batch's answers, computed where they are not ``known``."""
         if known is not None:
             return ScoredAnswers(known[:, 0], known[:, -1])
         computing = compute_context(self._device, self._dtypes.compute, self._dtypes.autocast)

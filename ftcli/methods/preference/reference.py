@@ -118,8 +118,8 @@ class AheadOfTraining:
     folder: Path | None
 
     def score(self, training: Wanted, held_out: Wanted, *, certain: bool) -> tuple[ScoredUnits, ScoredUnits] | None:
-        """What training sees, and what evaluation does. None where it is not ``certain`` that this pays, and not
-        everything is kept already; what is wanted is only asked for where it may be.
+        """Scores the units of training, and those of evaluation. None where it is not ``certain`` that this pays, and
+        not everything is kept already; what is wanted is only asked for where it may be.
         """
         if not certain and self.folder is None:
             return None
@@ -151,7 +151,7 @@ class AheadOfTraining:
     # -- the cache -------------------------------------------------------------------------------------------
 
     def _lookup(self, shares: int, wanted: Wanted, certain: bool) -> _Lookup | None:
-        """What is kept of these; None where they are not to be computed and something is missing."""
+        """Looks these up in the cache; None where they are not to be computed and something is missing."""
         cache = self._cache(shares)
         if not certain and not self._for_all(cache is not None and cache.is_there):
             return None
@@ -202,7 +202,7 @@ class AheadOfTraining:
         return values
 
     def _for_all(self, said: bool) -> bool:
-        """What the leading rank says, on all ranks."""
+        """The leading rank's word, on all ranks."""
         return said if self.group is None else bool(self.group.agree("looked for the reference", [said])[0][0])
 
     def _shared(self, values: LogProbs) -> LogProbs:
@@ -321,7 +321,7 @@ def by_unit(answers: Tensor, rows: int) -> LogProbs:
 
 
 def cache_folder(settings: PreferenceConfig, of_session: Path | None) -> Path | None:
-    """Where log-probabilities are kept: the recipe's folder, or ftcli's cache; None for nowhere."""
+    """The folder that keeps log-probabilities: the recipe's, or ftcli's cache; None for nowhere."""
     if settings.reference_cache not in ("auto", "off"):
         return Path(settings.reference_cache).expanduser()
     return None if of_session is None else of_session / "reference"
@@ -329,7 +329,7 @@ def cache_folder(settings: PreferenceConfig, of_session: Path | None) -> Path | 
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """What pairs, or labelled answers, are compared with. It is computed in each step where nothing is known.
+    """The reference of pairs, or of labelled answers. It is computed in each step where nothing is known.
 
     Attributes:
         model: A second model; None where the trained one can be computed without its adapters, or nothing is needed.
@@ -353,7 +353,7 @@ def shares_of(job: Job, group: RankGroup | None) -> int:
 
 
 def goes_on_live(began: str | None, reporter: Reporter, *, known: bool, can_compute: bool) -> bool:
-    """Whether a resumed run computes its reference in each step, as it ``began``: another run may have filled the cache
+    """True if a resumed run computes its reference in each step, as it ``began``: another run may have filled the cache
     since then. Says so where what a run began with is gone.
     """
     if began == "ahead" and not known:

@@ -238,7 +238,7 @@ def _what_a_step_allocates(plan: RunPlan, settled: MemoryDecisions) -> Iterator[
 
 
 def images(plan: RunPlan) -> Iterator[Term]:
-    """What a micro-batch holds of its images, all of whose tokens may be theirs: pixels, several patches a token, and
+    """Bytes of a micro-batch's images, all of whose tokens may be theirs: pixels, several patches a token, and
     what the tower saw, for the embeddings and for each layer that it is added to, there also as it is added. A tower
     that is trained keeps what its backward pass needs until the language model's is over.
     """

@@ -120,7 +120,7 @@ class Context:
         return self._finding(code, path, message, help, "note")
 
     def before_export(self, code: str, path: str, message: str, help: str | None = None) -> Finding:
-        """What `ftcli export` refuses, as an error; as a note before, when it is known before anything is trained."""
+        """A refusal of `ftcli export`, as an error; as a note before, when it is known before anything is trained."""
         return (self.error if self.command == "export" else self.note)(code, path, message, help)
 
     def _finding(self, code: str, path: str, message: str, help: str | None, severity: Severity) -> Finding:
