@@ -47,7 +47,7 @@ class LogWindow:
         self._since: float | None = None
 
     def start(self) -> None:
-        """Training goes on."""
+        """Starts the clock: training resumes."""
         self._since = time.perf_counter()
 
     def stop(self) -> None:

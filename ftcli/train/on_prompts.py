@@ -170,7 +170,7 @@ def _policy(context: RunContext, job: Job, prompts: Sequence[RenderedPrompt]) ->
 
 
 def _before(context: RunContext, evaluator: Evaluator, model: Any) -> Mapping[str, TaskResult]:
-    """Scores of the tasks before training: a run that goes on reads those that it wrote, and forgets completions of
+    """Scores of the tasks before training: a resumed run reads those that it wrote, and forgets completions of
     steps that are made again.
     """
     before: Mapping[str, TaskResult] = {}

@@ -145,7 +145,7 @@ class LabelObjective(ComparedObjective):
     # -- metrics and checkpoints -----------------------------------------------------------------------------
 
     def reduced(self) -> None:
-        """Adds up the metrics of all ranks' micro-batches, in the order of one process, and those of the step."""
+        """All-reduces the metrics of all ranks' micro-batches, in the order of one process, and those of the step."""
         super().reduced()
         self._sums.add_once(step_sums(self._kl))
 
