@@ -27,6 +27,7 @@ from ftcli.data.tokens import DIGEST_BYTES
 from ftcli.model.backbone import base_of
 from ftcli.model.initial_adapters import start_of
 from ftcli.model.weight_digests import weight_digests
+from ftcli.plain import JsonObject
 from ftcli.run.atomic import read_bytes
 
 if TYPE_CHECKING:
@@ -152,7 +153,7 @@ def reference_key(
     base, plan, batches = base_of(model), job.plan, job.batches(model)
     config = {name: value for name, value in base.config.to_dict().items() if name != "_name_or_path"}
     execution = plan.execution
-    computed = {
+    computed: JsonObject = {
         "ld_alpha": ld_alpha,
         "rows": [rows, shares],
         "dtypes": [job.dtypes.compute, job.dtypes.autocast, plan.stream],
@@ -165,6 +166,8 @@ def reference_key(
         "matmul": torch.get_float32_matmul_precision(),
         "code": [_SCORING, __version__, torch.__version__, transformers.__version__],
     }
+    if not isinstance(job.vision, str):
+        computed["images"] = job.vision.identity  # how they are prepared
     text = json.dumps([computed, config, weight_digests(model)], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 

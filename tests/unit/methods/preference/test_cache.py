@@ -228,6 +228,7 @@ KEYED: dict[str, Callable[[], Any]] = {
     "kernels": lambda: job_of(kernels="reference"),
     "layout": lambda: job_of(batches=UNPADDED),
     "quantization": lambda: job_of(quantization={"method": "nf4"}),
+    "images": lambda: SimpleNamespace(**{**vars(job_of()), "vision": SimpleNamespace(identity="an image processor")}),
 }
 
 
