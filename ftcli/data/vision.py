@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from ftcli.assets import asset, bundled
 from ftcli.config.model import ModelConfig
-from ftcli.data.tokens import Ints, RowImage, TokenizedRow, content_of
+from ftcli.data.tokens import Ints, RowImage, TokenizedRow, content_of, shown_digest
 from ftcli.errors import FtcliError, Origin, first_line
 from ftcli.labels import IGNORE_INDEX
 from ftcli.plain import JsonMap
@@ -75,7 +75,12 @@ class Vision:
             grid: tuple[int, int] = code_of(self.kind.grid)(self.processor, found.width, found.height, self.config)
         except ValueError as error:
             raise Misfit(f"an image of {found.width} x {found.height} pixels: {error}") from error
-        place = place_of(source, row.folder)
+        place, digest = place_of(source, row.folder), ""
+        if place is not None:
+            try:
+                digest = shown_digest(place.read_bytes())
+            except OSError as error:
+                raise Misfit(f"image {source.path!r} cannot be read: {error}") from error
         return RowImage(
             path=None if place is None else str(place),
             content=source.content,
@@ -84,6 +89,7 @@ class Vision:
             grid=grid,
             bytes=found.bytes,
             done=found.done,
+            digest=digest,
         )
 
     def ids_of(self, image: RowImage) -> list[int]:
