@@ -11,6 +11,7 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -179,12 +180,15 @@ class Vision:
         Raises FtcliError FT416 (exit 4) for a file that is not what it was when it was measured.
         """
         try:
-            found = pixels_of(content_of(image))
-            changed = found.size != (image.width, image.height)
+            held = content_of(image)
+            content = held.read_bytes() if isinstance(held, Path) else held
+            found = pixels_of(content)
         except (Misfit, OSError) as error:
             raise _changed(image, origin, first_line(error)) from error
-        if changed:
+        if found.size != (image.width, image.height):
             raise _changed(image, origin, f"it was {image.width} x {image.height} pixels, and is {found.size}")
+        if image.digest and shown_digest(content) != image.digest:
+            raise _changed(image, origin, "its content is another")
         return self.of_pixels([found])
 
     def of_pixels(self, images: Sequence[Image]) -> Pixels:

@@ -203,6 +203,9 @@ def test_the_cache_knows_images_again_and_pixels_that_have_changed(tmp_path: Pat
     with pytest.raises(FtcliError) as caught:
         PixelReader(seen(), torch.float32).of(again.sequences[:])
     assert codes(caught) == [("FT416", 1)]
+    (tmp_path / "a.png").write_bytes(picture(seed=1))
+    with pytest.raises(FtcliError, match="its content is another"):
+        PixelReader(seen(), torch.float32).of(again.sequences[:])
     (tmp_path / "a.png").unlink()
     with pytest.raises(FtcliError) as caught:
         PixelReader(seen(), torch.float32).of(again.sequences[:])
