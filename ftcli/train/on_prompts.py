@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -117,7 +118,7 @@ def _train(session: Session, context: RunContext, method: PromptMethod) -> Promp
         model = _policy(context, job, prompts)
         other = method.load_other(job, _as_tokens(job, prompts[: assembly.LOOKED_AT]), group)
     if context.leads:
-        inputs = assembly.inputs_of(job, model, read)
+        inputs = assembly.inputs_of(job, model, read, images_digest(prompts))
         keep_inputs(context, inputs if other is None else replace(inputs, asked=other))
     before = _before(context, evaluator, model)
 
@@ -195,6 +196,14 @@ def _prompts(job: Job, method: PromptMethod) -> list[RenderedPrompt]:
     for warning in warnings:
         job.reporter.finding(warning)
     return asked
+
+
+def images_digest(prompts: Sequence[RenderedPrompt]) -> str | None:
+    """SHA-256 of what the prompts' images hold, which is in no file of rows where they are named by a path; None where
+    there are none.
+    """
+    found = "".join(image.content_digest for one in prompts for image in one.images)
+    return hashlib.sha256(found.encode()).hexdigest() if found else None
 
 
 def _as_tokens(job: Job, asked: Sequence[RenderedPrompt]) -> list[TokenizedRow]:
