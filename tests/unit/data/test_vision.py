@@ -247,11 +247,13 @@ def test_pixels_are_the_same_however_many_read_them(tmp_path: Path) -> None:
     path = write(tmp_path, [{"images": [name], **chat(shown("q"), "a")} for name in images], images)
     rows = list(prepared(path).sequences)
     reader = PixelReader(seen(), torch.bfloat16, 6)
-    reader.ahead(rows[::-1])
-    found, alone = reader.of(rows), PixelReader(seen(), torch.bfloat16, 1).of(rows)
-    assert found.keys() == alone.keys()
-    assert all(torch.equal(found[name], alone[name]) for name in found)
-    assert found["pixel_values"].dtype == torch.bfloat16
+    alone = PixelReader(seen(), torch.bfloat16, 1).of(rows)
+    for ahead in ([rows], [rows[::-1]], [rows[:5], rows[5:]], [rows[3:7]]):
+        reader.ahead(ahead)
+        found = reader.of(rows)
+        assert found.keys() == alone.keys()
+        assert all(torch.equal(found[name], alone[name]) for name in found)
+        assert found["pixel_values"].dtype == torch.bfloat16
 
 
 def test_rows_are_encoded_alike_in_another_process(tmp_path: Path) -> None:
