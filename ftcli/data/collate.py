@@ -21,7 +21,7 @@ from ftcli.data.order import Epochs
 from ftcli.data.pixels import PixelReader
 from ftcli.data.tokens import Ints, TokenizedRow
 from ftcli.labels import IGNORE_INDEX
-from ftcli.plan.batches import Batches, unpadded_shape
+from ftcli.plan.batches import FEW_UP_TO, Batches, unpadded_shape
 
 
 def padded_batch(rows: Sequence[TokenizedRow], pad_token_id: int) -> dict[str, Tensor]:
@@ -78,14 +78,16 @@ def packed_batch(
     return batch
 
 
-def unpadded_batch(documents: Sequence[TokenizedRow], pad_token_id: int) -> dict[str, Tensor]:
+def unpadded_batch(
+    documents: Sequence[TokenizedRow], pad_token_id: int, few_up_to: int = FEW_UP_TO
+) -> dict[str, Tensor]:
     """``documents`` in their :func:`unpadded_shape`: one row of all of them, or each a row of its own.
 
     The keys are those of :func:`packed_batch`. Rows of their own are whole where ``document_starts`` is a single zero;
     they need neither that nor ``position_ids`` where nothing is filled up.
     """
     sizes = [len(tokens.input_ids) for tokens in documents]
-    rows, width = unpadded_shape(sizes)
+    rows, width = unpadded_shape(sizes, few_up_to)
     if rows != len(documents):
         return packed_batch([documents], pad_token_id, width=width)
     batch = {
@@ -108,7 +110,7 @@ def documents_batch(documents: Sequence[TokenizedRow], batches: Batches, pad_tok
     Padded on the right they need no mask: under causal attention nothing that is scored sees the padding.
     """
     if batches.layout == "unpadded":
-        batch, left_out = unpadded_batch(documents, pad_token_id), "lengths"
+        batch, left_out = unpadded_batch(documents, pad_token_id, batches.few_up_to), "lengths"
     else:
         batch, left_out = padded_batch(documents, pad_token_id), "attention_mask"
     return {name: value for name, value in batch.items() if name != left_out}
@@ -127,7 +129,8 @@ class EpochCollator:
         members = [self.epochs.members(unit) for unit in units]
         if self.batches.layout == "unpadded":
             documents = [tokens for pack in members for tokens in pack]
-            return with_images(unpadded_batch(documents, self.pad_token_id), [documents], self.pixels)
+            batch = unpadded_batch(documents, self.pad_token_id, self.batches.few_up_to)
+            return with_images(batch, [documents], self.pixels)
         if self.epochs.packs is not None:
             return with_images(packed_batch(members, self.pad_token_id), members, self.pixels)
         return with_images(padded_batch([row for (row,) in members], self.pad_token_id), members, self.pixels)

@@ -20,6 +20,9 @@ from torch import Tensor
 
 from ftcli.model.vision import Seen, qwen
 
+#: Frames of an image, and their rows and columns of patches.
+Grid = tuple[int, int, int]
+
 
 def qwen3(model: Any, given: Mapping[str, Tensor]) -> Seen:
     """What :func:`ftcli.model.vision.qwen` gives, without what backward would need.
@@ -32,7 +35,7 @@ def qwen3(model: Any, given: Mapping[str, Tensor]) -> Seen:
     visual, weight = model.visual, model.visual.patch_embed.proj.weight
     if weight.dtype == torch.float32 and torch.is_autocast_enabled(weight.device.type):
         return qwen(model, given)  # which computes its products in half precision
-    grids = [tuple(map(int, grid)) for grid in given["image_grid_thw"].tolist()]
+    grids: list[Grid] = [(frames, rows, columns) for frames, rows, columns in given["image_grid_thw"].tolist()]
     with without_autocast(weight):
         hidden = F.linear(given["pixel_values"].to(weight.dtype), weight.flatten(1), visual.patch_embed.proj.bias)
         places = torch.cat([_places(visual, grid, weight.device) for grid in grids])
@@ -48,7 +51,7 @@ def qwen3(model: Any, given: Mapping[str, Tensor]) -> Seen:
         return Seen(visual.merger(hidden), tuple(added))
 
 
-def _places(visual: Any, grid: tuple[int, int, int], device: torch.device) -> Tensor:
+def _places(visual: Any, grid: Grid, device: torch.device) -> Tensor:
     """Row and column of each patch of an image, (frames * rows * columns, 2): those that are merged come together."""
     frames, rows, columns = grid
     side = visual.spatial_merge_size
@@ -57,7 +60,7 @@ def _places(visual: Any, grid: tuple[int, int, int], device: torch.device) -> Te
     return place.reshape(rows * columns, 2).repeat(frames, 1)
 
 
-def _position_embedding(visual: Any, places: Tensor, grids: Sequence[tuple[int, int, int]]) -> Tensor:
+def _position_embedding(visual: Any, places: Tensor, grids: Sequence[Grid]) -> Tensor:
     """The learned square of embeddings, stretched to each image's size by linear interpolation: (N, H) float32."""
     side = int(visual.num_grid_per_side)
     sizes = torch.tensor([grid[1:] for grid in grids], device=places.device)
@@ -81,24 +84,24 @@ def _rotation(visual: Any, places: Tensor) -> tuple[Tensor, Tensor]:
     return angles.cos(), angles.sin()
 
 
-def _attention(layer: Any, hidden: Tensor, cos: Tensor, sin: Tensor, grids: Sequence[tuple[int, int, int]]) -> Tensor:
+def _attention(layer: Any, hidden: Tensor, cos: Tensor, sin: Tensor, grids: Sequence[Grid]) -> Tensor:
     """Attention of the patches of a frame to each other, (N, H), and its output projection."""
     query, key, value = layer.qkv(hidden).view(1, len(hidden), 3, layer.num_heads, -1).transpose(1, 3).unbind(2)
     query, key = apply_rope(query, key, cos, sin)
     found, start = torch.empty_like(hidden), 0
     for count, patches in _runs(grids):
         part = slice(start, start := start + count * patches)
-        alone = [each[0, :, part].unflatten(1, (count, patches)).transpose(0, 1) for each in (query, key, value)]
-        seen = F.scaled_dot_product_attention(*alone, scale=layer.scaling)
+        q, k, v = (each[0, :, part].unflatten(1, (count, patches)).transpose(0, 1) for each in (query, key, value))
+        seen = F.scaled_dot_product_attention(q, k, v, scale=layer.scaling)
         found[part].view(count, patches, layer.num_heads, -1).copy_(seen.transpose(1, 2))
     return layer.proj(found)  # type: ignore[no-any-return]
 
 
-def _runs(grids: Sequence[tuple[int, int, int]]) -> Iterator[tuple[int, int]]:
+def _runs(grids: Sequence[Grid]) -> Iterator[tuple[int, int]]:
     """How many frames of one size follow each other, and their patches."""
     for patches, some in groupby((rows * columns for frames, rows, columns in grids for _ in range(frames))):
         yield len(list(some)), patches
 
 
-def _patches(grid: tuple[int, int, int]) -> int:
+def _patches(grid: Grid) -> int:
     return grid[0] * grid[1] * grid[2]

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 #: Where the batch holds the places of what was seen, (N,) int64 into its (B * S) tokens.
 PLACES = "image_places"
+#: What a tower's code reads on the host: a copy of it on the device would have to be waited for.
+READ_BY_HOST = ("image_grid_thw",)
 #: Tensors that image processors make.
 _OF_PROCESSORS = ("pixel_values", "image_grid_thw", "image_sizes", "image_position_ids")
 
@@ -107,7 +109,8 @@ def attend_in_tower(base: Any) -> None:
 def qwen(model: Any, given: Mapping[str, Tensor]) -> Seen:
     """Qwen's: merged patches of all images in one row; Qwen3-VL adds what some layers of the tower see."""
     visual = model.visual
-    seen = visual(given["pixel_values"].to(visual.dtype), grid_thw=given["image_grid_thw"], return_dict=True)
+    pixels = given["pixel_values"].to(visual.dtype)
+    seen = visual(pixels, grid_thw=given["image_grid_thw"].to(pixels.device), return_dict=True)
     return Seen(seen.pooler_output, tuple(getattr(seen, "deepstack_features", None) or ()))
 
 

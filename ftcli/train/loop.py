@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ftcli.errors import Origin
 from ftcli.model.trained_weights import load_weights, save_weights
+from ftcli.model.vision import READ_BY_HOST
 from ftcli.plain import JsonObject
 from ftcli.plan.memory.terms import BACKWARD, EVALUATION, FORWARD, STEP, Phase
 from ftcli.run.completions import ScoredCompletion
@@ -347,7 +348,8 @@ class TrainingLoop:
         self.phase, self._rows = FORWARD, batch.rows
         ids = batch.inputs.get("input_ids")
         self.batch_shape = None if ids is None else tuple(ids.shape)
-        inputs = {name: self._on_device(value) for name, value in batch.inputs.items()}
+        given = batch.inputs.items()
+        inputs = {name: value if name in READ_BY_HOST else self._on_device(value) for name, value in given}
         loss = self.objective.loss(inputs, divisors)
         del inputs
         if not self.parallel.active:

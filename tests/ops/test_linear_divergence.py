@@ -104,7 +104,9 @@ def test_the_likeliest_entries_and_their_tail_match_float64(
 
         return run
 
-    tools.assert_float32(call(ours), call(linear_divergence_reference), student)
+    # A small difference of large sums: under strong softcaps torch's own float32 is 9e-6 off.
+    compared = tools.compare(call(ours), call(linear_divergence_reference), student)
+    assert compared.error <= max(1e-5, 2 * compared.torch_error), compared
 
 
 @pytest.mark.parametrize("given", OPTIONS, ids=str)
