@@ -159,7 +159,7 @@ def with_images(
     if len(rows) == 1 and shape[0] == len(documents):
         rows = [[tokens] for tokens in documents]
     vision, width = pixels.vision, shape[1]
-    positions = batch.setdefault("position_ids", torch.arange(width).expand(shape))
+    positions = batch.setdefault("position_ids", torch.arange(width)[None])
     three = positions.expand(shape).clone().expand(3, *shape).clone()
     ends = torch.arange(1, width + 1, dtype=torch.int32).repeat(shape[0], 1)
     places: list[Ints] = []
