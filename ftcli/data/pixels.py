@@ -8,7 +8,7 @@ from __future__ import annotations
 import base64
 import io
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
@@ -54,9 +54,7 @@ class PixelReader:
         self.vision, self.waited = vision, 0.0
         self._dtype, self._pinned = dtype, pinned
         self._pool = ThreadPoolExecutor(threads or max(1, min(MOST_THREADS, usable_cores())), "images")
-        self._ahead: dict[_Key, tuple[RowImage, Future[Read]]] = {}
-        self._batches: dict[tuple[_Key, ...], Future[Read]] = {}
-        self._bytes = 0
+        self._ahead: dict[tuple[_Key, ...], tuple[list[RowImage], Future[Read]]] = {}
 
     def ahead(self, batches: Iterable[Sequence[TokenizedRow]]) -> None:
         """Begins to read the images of the batches that come next, and to join each batch's, as far as there is room.
@@ -64,36 +62,30 @@ class PixelReader:
         A thread that joins waits for those that read, which all began before it.
         """
         for rows in batches:
-            images = list(_images_of(rows))
-            for key, image in images:
-                if key not in self._ahead and self._bytes < MOST_AHEAD:
-                    self._bytes += _size(image)
-                    self._ahead[key] = image, self._pool.submit(self._read, image, key[0])
-            if images and all(key in self._ahead for key, _ in images):
-                reads = [self._ahead[key][1] for key, _ in images]
-                self._batches[tuple(key for key, _ in images)] = self._pool.submit(self._joined, reads)
+            key, images = _images_of(rows)
+            held = sum(_size(image) for some, _ in self._ahead.values() for image in some)
+            if images and key not in self._ahead and held < MOST_AHEAD:
+                self._ahead[key] = images, self._pool.submit(self._joined, self._reads(key, images))
 
     def of(self, rows: Sequence[TokenizedRow]) -> Read:
         """What the tower takes of all images of these rows, in order; empty where they have none."""
         began = time.perf_counter()
-        images = list(_images_of(rows))
-        batch = self._batches.pop(tuple(key for key, _ in images), None)
-        if batch is None:
-            self._batches.clear()  # they were another order's
-        found: list[Future[Read]] = []
-        here: dict[int, Future[Read]] = {}  # completions of one prompt show the same
-        for key, image in images:
-            ahead = self._ahead.pop(key, None)
-            if ahead is not None:
-                self._bytes -= _size(ahead[0])
-            if ahead is None or ahead[0] != image:
-                batch, ahead = None, None
-            if id(image) not in here:
-                here[id(image)] = ahead[1] if ahead else self._pool.submit(self._read, image, key[0])
-            found.append(here[id(image)])
-        joined = self._joined(found) if batch is None else batch.result()
+        key, images = _images_of(rows)
+        if not images:
+            return {}
+        known, ahead = self._ahead.pop(key, (None, None))
+        if known is None:
+            self._ahead.clear()  # what was read was for another order
+        joined = ahead.result() if ahead and known == images else self._joined(self._reads(key, images))
         self.waited += time.perf_counter() - began
         return joined
+
+    def _reads(self, keys: Sequence[_Key], images: Sequence[RowImage]) -> list[Future[Read]]:
+        here: dict[int, Future[Read]] = {}  # completions of one prompt show the same
+        for (origin, _), image in zip(keys, images, strict=True):
+            if id(image) not in here:
+                here[id(image)] = self._pool.submit(self._read, image, origin)
+        return [here[id(image)] for image in images]
 
     def _joined(self, images: Sequence[Future[Read]]) -> Read:
         return joined([each.result() for each in images], pinned=self._pinned)
@@ -132,8 +124,9 @@ def joined(images: Sequence[Read], *, pinned: bool = False) -> Read:
     return found
 
 
-def _images_of(rows: Iterable[TokenizedRow]) -> Iterator[tuple[_Key, RowImage]]:
-    return (((row.row.origin, number), image) for row in rows for number, image in enumerate(row.images))
+def _images_of(rows: Iterable[TokenizedRow]) -> tuple[tuple[_Key, ...], list[RowImage]]:
+    found = [((row.row.origin, number), image) for row in rows for number, image in enumerate(row.images)]
+    return tuple(key for key, _ in found), [image for _, image in found]
 
 
 def _of_one_size(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -45,7 +45,7 @@ class EpochObjective(Objective):
         self._epochs, self._alone, self._pixels = epochs, group is None, job.pixel_reader()
         self._rank, self._ranks = (0, 1) if group is None else (group.rank // shares, group.size // shares)
         self._size, self._accumulation = train.per_device_train_batch_size, train.gradient_accumulation_steps
-        self._epoch, self._order = 0, self.order(0)
+        self._epoch, self._order, self._next = 0, self.order(0), 0
         self._turns = len(self._order)
         self.steps_per_epoch = -(-self._turns // self._accumulation)
 
@@ -67,9 +67,7 @@ class EpochObjective(Objective):
         return epoch + index * self._accumulation / self._turns
 
     def micro_batches(self, step: int, monitor: StepMonitor) -> list[MicroBatch]:
-        """This rank's micro-batches of the optimizer step after ``step`` finished ones, on the host. The images of the
-        next step are read while this one runs.
-        """
+        """This rank's micro-batches of the optimizer step after ``step`` finished ones, on the host."""
         epoch, index = divmod(step, self.steps_per_epoch)
         if epoch != self._epoch:
             self._epoch, self._order = epoch, self.order(epoch)
@@ -80,10 +78,16 @@ class EpochObjective(Objective):
         for units in self._order[first : first + self._accumulation]:
             blank = units[0] == self._epochs.units  # the unit after the last one stands for a batch without labels
             found.append(self.micro_batch([0] if blank else units, blank=blank))
-        if self._pixels is not None:
-            following = self._order[first + self._accumulation : first + 2 * self._accumulation]
-            self._pixels.ahead(self.documents(units) for units in following if units[0] != self._epochs.units)
+        self._next = first + self._accumulation
         return found
+
+    def launched(self, number: int) -> None:
+        """Begins to read the images of the next step's micro-batch of this number. Threads that read take Python's lock
+        by turns: any earlier, this one's launches would wait for them, and the device for its launches.
+        """
+        if self._pixels is not None and self._next + number < len(self._order):
+            units = self._order[self._next + number]
+            self._pixels.ahead([] if units[0] == self._epochs.units else [self.documents(units)])
 
     def documents(self, units: Sequence[int]) -> list[TokenizedRow]:
         """The rows of these units in turn."""

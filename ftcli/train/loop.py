@@ -90,6 +90,9 @@ class Objective(ABC):
     def begin(self, step: int) -> None:
         """The step after ``step`` finished ones begins; :meth:`undo` goes back to here."""
 
+    def launched(self, number: int) -> None:
+        """The step's micro-batch of this number, from 0, is on its way on the device; the host has time meanwhile."""
+
     def reduced(self) -> None:
         """All ranks' gradients of this step are added up; the optimizer follows."""
 
@@ -329,6 +332,7 @@ class TrainingLoop:
             with self.parallel.exchanging():
                 self.parallel.before_micro_batch(last=len(losses) == len(batches) - 1)
                 losses.append(self._forward_backward(batch, divisors))
+            self.objective.launched(len(losses) - 1)
         self._add_losses(self.parallel.reduce(losses), total.rows)
         self.tokens_seen += counts.real
         self.window.tokens += counts.real
