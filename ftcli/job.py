@@ -89,7 +89,9 @@ class Job:
 
     def pixel_reader(self) -> PixelReader | None:
         """A reader of the images of rows; None where the model sees none."""
-        return None if isinstance(self.vision, str) else PixelReader(self.vision, getattr(torch, self.dtypes.parameter))
+        if isinstance(self.vision, str):
+            return None
+        return PixelReader(self.vision, getattr(torch, self.dtypes.parameter), pinned=self.device.type == "cuda")
 
     @property
     def pad_token_id(self) -> int:

@@ -79,7 +79,7 @@ class ComparedObjective(SummedObjective):
         self._reference, self._is_known, self._other, self._reporter = reference, known, other, job.reporter
         self._vocabulary = size = head_of(model).weight.shape[0]
         self._scorer = AnswerScorer(
-            job.batches(model), job.pad_token_id, size, ld_alpha, parts["sequence"], job.pixel_reader()
+            job.batches(model), job.pad_token_id, size, ld_alpha, parts["sequence"], self._pixels
         )
         self._checked = False
         self._modules = list(model.modules())
@@ -192,7 +192,7 @@ class PairObjective(ComparedObjective):
 
     def metrics(self) -> MetricsLine:
         """Means over the pairs since the last line."""
-        return measures(self._sums.take(), compared=self._loss.reference)
+        return {**measures(self._sums.take(), compared=self._loss.reference), **super().metrics()}
 
 
 def answers_of(policy: ScoredAnswers, reference: ScoredAnswers | None, tokens: Tensor) -> Answers:

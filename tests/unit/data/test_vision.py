@@ -19,6 +19,7 @@ from transformers import AutoTokenizer
 
 from ftcli.config.data import DataConfig
 from ftcli.config.model import ModelConfig
+from ftcli.data.collate import with_images
 from ftcli.data.encode import Encoder
 from ftcli.data.pixels import PixelReader
 from ftcli.data.prepare import PreparedData, prepare
@@ -254,11 +255,24 @@ def test_pixels_are_the_same_however_many_read_them(tmp_path: Path) -> None:
     path = write(tmp_path, [{"images": [name], **chat(shown("q"), "a")} for name in images], images)
     rows = list(prepared(path).sequences)
     reader = PixelReader(seen(), torch.bfloat16, 6)
-    reader.ahead(rows[::-1])
-    found, alone = reader.of(rows), PixelReader(seen(), torch.bfloat16, 1).of(rows)
-    assert found.keys() == alone.keys()
-    assert all(torch.equal(found[name], alone[name]) for name in found)
-    assert found["pixel_values"].dtype == torch.bfloat16
+    alone = PixelReader(seen(), torch.bfloat16, 1).of(rows)
+    for ahead in ([rows], [rows[::-1]], [rows[:5], rows[5:]], [rows[3:7]]):
+        reader.ahead(ahead)
+        found = reader.of(rows)
+        assert found.keys() == alone.keys()
+        assert all(torch.equal(found[name], alone[name]) for name in found)
+        assert found["pixel_values"].dtype == torch.bfloat16
+
+
+def test_rows_of_one_length_make_tensors_that_can_be_page_locked(tmp_path: Path) -> None:
+    """None of them is expanded: such rows were a bug's exit on a GPU, where they filled nothing up."""
+    path = write(tmp_path, [{"images": ["a.png"], **chat(shown("q"), "a")}] * 2, {"a.png": picture()})
+    rows = list(prepared(path).sequences)
+    size = len(rows[0].input_ids)
+    batch = {"input_ids": torch.zeros(2, size, dtype=torch.int64)}
+    found = with_images(batch, [rows], PixelReader(seen(), torch.float32))
+    assert found["position_ids"].shape == (1, size)
+    assert all(tensor.is_contiguous() for tensor in found.values())
 
 
 def test_rows_are_encoded_alike_in_another_process(tmp_path: Path) -> None:
