@@ -116,16 +116,17 @@ def _read(path: Path) -> ForeignRecipe:
 
 
 def _usable(tree: Tree, found: list[Finding]) -> Tree | None:
-    """The tree without keys that name secrets, values that are some, and texts that no recipe may hold (FT120, which
-    YAML's reader has said already, and that of code has not); None for such a value.
+    """The tree without keys that name secrets, and values that are some, in whose place is None. Texts that no recipe
+    may hold become null, so that their keys are still told: FT120, which YAML's reader has said, and that of code not.
     """
     if isinstance(tree, Leaf):
         refused = no_text(str(tree.value), tree.origin)
         found += refused
-        return None if refused or is_secret_value(str(tree.value)) else tree
+        return replace(tree, value=None) if refused else None if is_secret_value(str(tree.value)) else tree
     if isinstance(tree, ListNode):
-        items = [_usable(item, found) for item in tree.items]
-        return ListNode(tree.origin, tuple(item for item in items if item is not None))
+        items = [(item, _usable(item, found)) for item in tree.items]
+        kept_items = (made for item, made in items if made is item or isinstance(made, ListNode | MapNode))
+        return ListNode(tree.origin, tuple(kept_items))
     kept: dict[str, MapEntry] = {}
     for name, entry in tree.entries.items():
         told = len(found)

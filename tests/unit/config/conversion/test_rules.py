@@ -76,7 +76,7 @@ def test_dora_of_torchtune(made: Callable[..., Made]) -> None:
     [
         (
             "x.yaml",
-            'base_model: m\nsequence_len: 8\ndatasets: [{path: "a\\0"}]\nchat_template_kwargs: {"\\ud800": 1}\n',
+            'base_model: m\nsequence_len: 8\nunknown_here: "a\\0"\nchat_template_kwargs: {"\\ud800": 1}\n',
         ),
         ("x.py", "m = FastLanguageModel.from_pretrained('m', revision='a\\0')\nd = load_dataset('\\0\\ud800')\n"),
     ],
@@ -85,6 +85,7 @@ def test_text_that_no_recipe_may_hold_is_told_and_left_out(file: str, text: str,
     (tmp_path / file).write_text(text)
     made = convert(tmp_path / file)
     assert [finding.code for finding in made.findings if finding.severity == "error"].count("FT120") == 2
+    assert file == "x.py" or any("`unknown_here` has no" in finding.message for finding in made.findings)
     load_text(made.text, tmp_path / "ours.yaml")
 
 
