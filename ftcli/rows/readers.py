@@ -37,8 +37,10 @@ class BrokenRow:
     reason: str
 
 
-def read_file(file: DataFile) -> Iterator[tuple[int, Any]]:
-    """Number and value (or :class:`BrokenRow`) of each row. Raises FtcliError FT403 when the file itself is broken."""
+def read_file(file: DataFile, after: int = 0) -> Iterator[tuple[int, Any]]:
+    """Number and value (or :class:`BrokenRow`) of each row behind that with the number ``after``. Raises FtcliError
+    FT403 when the file itself is broken.
+    """
     import zlib
 
     try:
@@ -47,13 +49,15 @@ def read_file(file: DataFile) -> Iterator[tuple[int, Any]]:
             if file.compressed:
                 stream = cast("IO[bytes]", stack.enter_context(gzip.open(stream)))
             if file.kind == ".jsonl":
-                yield from _lines(stream, file)
-            elif file.kind == ".json":
-                yield from _document(stream, file)
+                yield from _lines(stream, file, after)
+                return
+            if file.kind == ".json":
+                rows = _document(stream, file)
             elif file.kind in (".csv", ".tsv"):
-                yield from _table(stream, file)
+                rows = _table(stream, file)
             else:
-                yield from _columns(stream, file)
+                rows = _columns(stream, file, after)
+            yield from (row for row in rows if row[0] > after)
     except (OSError, EOFError, UnicodeDecodeError, zlib.error, csv.Error) as error:
         raise _unreadable(file, error) from error
 
@@ -63,13 +67,13 @@ def _unreadable(file: DataFile, error: object) -> FtcliError:
     return data_error("FT403", f"{file.name} cannot be read: {error}", Origin(file.name), help)
 
 
-def _lines(stream: IO[bytes], file: DataFile) -> Iterator[tuple[int, Any]]:
+def _lines(stream: IO[bytes], file: DataFile, after: int) -> Iterator[tuple[int, Any]]:
     for number, line in enumerate(_bounded(lambda: stream.readline(MAX_LINE + 1), file), 1):
         if number == 1:
             if line.startswith(_BYTE_ORDER_MARKS):
                 raise _unreadable(file, "it is UTF-16; save it as UTF-8")
             line = line.removeprefix(b"\xef\xbb\xbf")
-        if line.strip():
+        if number > after and line.strip():
             yield number, _parsed(line)
 
 
@@ -156,15 +160,17 @@ def _records(reader: Any, file: DataFile) -> Iterator[tuple[int, Any]]:
             yield number, dict(zip(header, values, strict=True))
 
 
-def _columns(stream: IO[bytes], file: DataFile) -> Iterator[tuple[int, Any]]:
+def _columns(stream: IO[bytes], file: DataFile, after: int) -> Iterator[tuple[int, Any]]:
     import pyarrow as pa
 
-    from ftcli.rows.columnar import Unreadable, records
+    from ftcli.rows.columnar import Unreadable, records, rows_before
 
     try:
         source = pa.BufferReader(_whole(stream, file)) if file.compressed else pa.memory_map(str(file.path))
         with source:
-            for number, row in enumerate(records(source, parquet=file.kind == ".parquet", longest=MAX_LINE), 1):
+            parquet = file.kind == ".parquet"
+            first, groups = rows_before(source, after) if parquet else (0, None)
+            for number, row in enumerate(records(source, parquet=parquet, longest=MAX_LINE, groups=groups), first + 1):
                 yield number, BrokenRow(str(row)) if isinstance(row, Unreadable) else without_nulls(row)
     except (pa.ArrowException, ValueError) as error:
         raise _unreadable(file, error) from error
