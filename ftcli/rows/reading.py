@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -30,9 +29,9 @@ def rows_of(source: DatasetConfig, values: Iterable[RawRow]) -> Iterator[Row | F
     """What :func:`iterate` makes of the values of a source's rows."""
     part = source.part
     for name, folder, number, value in values:
-        found = _row(source, name, number, value)
+        found = _row(source, name, number, value, folder)
         if part is None or _is_in(found, part):
-            yield replace(found, folder=folder) if isinstance(found, Row) else found
+            yield found
 
 
 def _is_in(found: Row | Finding, part: Part) -> bool:
@@ -68,7 +67,7 @@ def _values(source: DatasetConfig, *, offline: bool) -> Iterator[RawRow]:
         yield from ((file.name, folder, number, value) for number, value in read_file(file))
 
 
-def _row(source: DatasetConfig, name: str, number: int, value: Any) -> Row | Finding:
+def _row(source: DatasetConfig, name: str, number: int, value: Any, folder: str | None) -> Row | Finding:
     if isinstance(value, BrokenRow):
         return Finding("FT403", value.reason, Origin(name, number), BROKEN_HELP)
     if not isinstance(value, dict):
@@ -77,11 +76,11 @@ def _row(source: DatasetConfig, name: str, number: int, value: Any) -> Row | Fin
     if source.remove_columns:
         value = {key: item for key, item in value.items() if key not in source.remove_columns}
     if not source.columns:
-        return Row(name, number, value)
+        return Row(name, number, value, folder)
     taken = set(source.columns.values())
     missing = [column for column in source.columns.values() if column not in value]
     if missing:
         message = f"column {missing[0]!r} (named by `columns`) is missing; this row has: {column_names(value)}"
         return Finding("FT405", message, Origin(name, number))
     renamed = {wanted: value[present] for wanted, present in source.columns.items()}
-    return Row(name, number, {**{key: item for key, item in value.items() if key not in taken}, **renamed})
+    return Row(name, number, {**{key: item for key, item in value.items() if key not in taken}, **renamed}, folder)
