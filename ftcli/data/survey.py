@@ -123,7 +123,7 @@ def _prompts(rows: list[Row], data: DataConfig, tokenizer: PreTrainedTokenizerBa
 def _sampled(
     tokens: TokenizedRow, fitted: FittedRow, layout: str, tokenizer: PreTrainedTokenizerBase, template: str | None
 ) -> SampledRow:
-    shown = fitted.tokens or tokens
+    shown = fitted.tokens if isinstance(fitted.tokens, TokenizedRow) else tokens
     fate: Fate = "kept" if len(shown.input_ids) == fitted.length else "truncated"
     if fitted.tokens is None:
         refused = fitted.overlong is not None

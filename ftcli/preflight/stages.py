@@ -176,7 +176,7 @@ def with_sources(context: Context, session: Session) -> Recipe:
     if context.trains or context.command in ("eval", "sample"):
         recipe = recipe.changed({"data": recipe.data.with_held_out()})
     if recipe.data.streaming:
-        recipe = recipe.changed({"data": _streamed(recipe, session)})
+        recipe = recipe.changed({"data": _streamed(recipe, session, trains=context.trains)})
     largest = _LOOKED_AT if context.command == "check" else None
     most = round(recipe.data.remote_cache_gib * GIB)
     remote = RemoteData(session.cache_dir, session.reporter, offline=session.offline, most_bytes=most, largest=largest)
@@ -191,15 +191,17 @@ def with_sources(context: Context, session: Session) -> Recipe:
     return recipe.model_copy(update={"data": data, "eval": settings})
 
 
-def _streamed(recipe: Recipe, session: Session) -> DataConfig:
-    """The data with its training sources, and what is held out of them, as streams at their beginning."""
+def _streamed(recipe: Recipe, session: Session, *, trains: bool) -> DataConfig:
+    """The data with its training sources, if it ``trains``, and what is held out of them, as streams."""
     data, most = recipe.data, round(recipe.data.remote_cache_gib * GIB)
     remote = RemoteData(session.cache_dir, SilentReporter(), offline=session.offline, most_bytes=most)
     windows = [
         Window(recipe.run.seed, rows, len(data.train) == 1, None if stores.of(source.path) is None else remote)
         for source, rows in zip(data.train, data.rows_of_window(0), strict=True)
     ]
-    trained = tuple(source.with_window(window) for source, window in zip(data.train, windows, strict=True))
+    trained = data.train
+    if trains:
+        trained = tuple(source.with_window(window) for source, window in zip(trained, windows, strict=True))
     measured = [
         source if source.part is None else source.with_window(windows[number])
         for number, source in enumerate(data.eval, len(data.train) - len(data.eval))

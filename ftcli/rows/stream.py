@@ -15,7 +15,7 @@ from typing import Any
 from ftcli.config.data import DatasetConfig, StreamPlace
 from ftcli.errors import FtcliError, Origin
 from ftcli.paths import samples_sha256
-from ftcli.rows.hub import hub_rows
+from ftcli.rows.hub import hub_commit, hub_rows
 from ftcli.rows.places import DataFile, data_file, files_of, is_hub
 from ftcli.rows.readers import read_file
 from ftcli.rows.row import data_error
@@ -84,7 +84,7 @@ class RowStream:
 
     def _shards(self) -> list[_Shard]:
         if is_hub(self._source):
-            return [_Shard(self._source.path)]
+            return [_Shard(self._source.path, tells=hub_commit(self._source, offline=self._offline) or "")]
         if self._window.remote is None:
             return [_Shard(file.name, file) for file in files_of(self._source)]
         return [_Shard(name, None, file, tells) for name, tells, file in self._window.remote.listed(self._source.path)]
