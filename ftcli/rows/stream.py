@@ -18,7 +18,7 @@ from ftcli.paths import samples_sha256
 from ftcli.rows.hub import hub_commit, hub_rows
 from ftcli.rows.places import DataFile, data_file, files_of, is_hub
 from ftcli.rows.readers import read_file
-from ftcli.rows.row import data_error
+from ftcli.rows.row import NO_ROWS_HELP, data_error
 
 #: Name and folder of a row's file, the number of the row, and its value.
 RawRow = tuple[str, str | None, int, Any]
@@ -75,7 +75,7 @@ class RowStream:
                     yield name, folder, number, value
                 self.place = StreamPlace(over, {**read, name: self._tells(shards[name])})
             if not some:
-                raise data_error("FT404", f"{self._source.path} holds no rows", Origin(self._source.path))
+                raise data_error("FT404", f"{self._source.path} holds no rows", Origin(self._source.path), NO_ROWS_HELP)
             self.place = StreamPlace(over + 1)
             yield None
 
