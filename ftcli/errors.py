@@ -6,6 +6,8 @@ them together in one :class:`FtcliError`. Anything else that escapes is a bug in
 
 from __future__ import annotations
 
+import errno
+import resource
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
@@ -105,3 +107,34 @@ class FtcliError(Exception):
         of FT4xx.
         """
         return cls([Finding(code, message, origin, help)], _USUAL[code[2]] if exit_code is None else exit_code)
+
+
+#: What CUDA, Triton, NCCL and cuBLAS say when memory is short for what they take beside torch's allocator.
+_OF_LIBRARIES = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+#: What the loader of libraries and the system say where a process may have no more, as under `ulimit -v`.
+_OF_THE_SYSTEM = ("failed to map segment", "annot allocate memory", "can't start new thread", "unable to mmap")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """True if torch (by class name, so that torch need not be imported) or Python ran out of memory."""
+    if isinstance(error, MemoryError):
+        return True
+    names = {kind.__name__ for kind in type(error).__mro__ if kind.__module__.partition(".")[0] == "torch"}
+    if "OutOfMemoryError" in names:
+        return True
+    if isinstance(error, SystemError):  # a library in C found none, and raised nothing
+        return resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
+    text = str(error)
+    if isinstance(error, RuntimeError) and any(word in text for word in (*_OF_LIBRARIES, "DefaultCPUAllocator")):
+        return True
+    if isinstance(error, OSError) and error.errno == errno.ENOMEM:
+        return True
+    return isinstance(error, ImportError | OSError | RuntimeError) and any(word in text for word in _OF_THE_SYSTEM)
+
+
+def said_of(error: BaseException) -> str:
+    """The line of the error's text that speaks of memory, where it has one; else its first line. NumPy's ImportError
+    begins with advice.
+    """
+    lines = [line.strip() for line in str(error).splitlines()]
+    return next((line for line in lines if any(word in line for word in _OF_THE_SYSTEM)), first_line(error))

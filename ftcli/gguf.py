@@ -6,7 +6,6 @@ Writing them is export's.
 from __future__ import annotations
 
 import re
-import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,8 +16,9 @@ import torch
 from torch import Tensor
 
 from ftcli.errors import ExitCode, FtcliError
+from ftcli.facts.llama_cpp import LLAMA_QUANTIZE, WITHOUT_QUANTIZER, quantizer
 from ftcli.plain import JsonObject
-from ftcli.tables.gguf import INSTEAD, LLAMA_QUANTIZE, TYPES, WITHOUT_QUANTIZER, Architecture
+from ftcli.tables.gguf import INSTEAD, TYPES, Architecture
 
 if TYPE_CHECKING:
     from gguf import TensorNameMap
@@ -404,7 +404,7 @@ def require_quantizer(kinds: Sequence[str], others: Collection[str] = ()) -> str
         FtcliError: FT758 (exit 3) where it is not on the PATH.
     """
     made = [TYPES[kind].ggml for kind in kinds if TYPES[kind].quantized_by is not None or kind in others]
-    program = shutil.which(LLAMA_QUANTIZE) if made else ""
+    program = quantizer() if made else ""
     if program is None:
         raise no_quantizer(f"{made[0]} is made by llama.cpp's {LLAMA_QUANTIZE}, which is not on the PATH")
     return program

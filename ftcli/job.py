@@ -89,7 +89,9 @@ class Job:
 
     def pixel_reader(self) -> PixelReader | None:
         """A reader of the images of rows; None where the model sees none."""
-        return None if isinstance(self.vision, str) else PixelReader(self.vision, getattr(torch, self.dtypes.parameter))
+        if isinstance(self.vision, str):
+            return None
+        return PixelReader(self.vision, getattr(torch, self.dtypes.parameter), pinned=self.device.type == "cuda")
 
     @property
     def pad_token_id(self) -> int:
@@ -135,7 +137,7 @@ def open_job(report: PreflightReport, session: Session) -> Job:
 
 
 def vision_of(report: PreflightReport, tokenizer: PreTrainedTokenizerBase, *, offline: bool) -> Vision | str:
-    """What the recipe's model sees images with, where its method trains on them; or why not."""
+    """The image processor of the recipe's model, where its method trains on images; else why not."""
     recipe, method = report.recipe, report.plan.method
     if not method.sees:
         return f"{method.title} trains on text alone"

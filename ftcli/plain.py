@@ -99,6 +99,11 @@ def maps(value: object) -> list[JsonObject]:
     return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
 
 
+def as_unicode(text: str) -> str:
+    """The text with a replacement character for each half of a surrogate pair, which no tokenizer and no file takes."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
 def is_number(value: object) -> TypeGuard[int | float]:
     """True for a number that can be shown: true and false are none, and neither are NaN, infinity and 1e308."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _LARGEST

@@ -43,7 +43,7 @@ def percent(value: float) -> str:
 
 
 def is_share(*values: float) -> bool:
-    """Whether scores of a task can be shares, which a function of the user's need not return."""
+    """True if scores of a task can be shares, which a function of the user's need not return."""
     return all(0 <= value <= 1 for value in values)
 
 

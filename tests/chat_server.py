@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -72,3 +73,33 @@ def chat_server(answer: Callable[[int, dict[str, Any]], Answer]) -> Iterator[Cha
         server.shutdown()
         thread.join()
         server.server_close()
+
+
+@contextmanager
+def raw_server(begin: bytes, again: bytes = b"") -> Iterator[str]:
+    """The address of one that answers every request with ``begin``, and then ``again`` every twentieth of a second, for
+    five seconds at most; without ``again`` it hangs up.
+    """
+    over = threading.Event()
+
+    def serve(client: socket.socket) -> None:
+        with client, suppress(OSError):
+            client.recv(1 << 16)
+            client.sendall(begin)
+            for _ in range(100):
+                if not again or over.wait(0.05):
+                    break
+                client.sendall(again)
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def accept() -> None:
+            with suppress(OSError):
+                while True:
+                    threading.Thread(target=serve, args=(listening.accept()[0],), daemon=True).start()
+
+        threading.Thread(target=accept, daemon=True).start()
+        try:
+            yield f"http://127.0.0.1:{listening.getsockname()[1]}/v1"
+        finally:
+            over.set()

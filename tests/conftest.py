@@ -53,10 +53,10 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """The libraries, a million objects, are not searched for garbage again and again while they are imported."""
+    """The libraries, a million objects, are not searched for garbage while they are imported, nor from then on."""
     gc.disable()
     result = yield
-    _settle()
+    gc.freeze()
     gc.set_threshold(50_000, 20, 20)  # within a test there is seldom garbage worth a search: after each there is one
     gc.enable()
     return result

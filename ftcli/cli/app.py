@@ -46,11 +46,10 @@ from ftcli.cli.commands.train import training_command
 from ftcli.cli.names import is_run, is_shipped
 from ftcli.cli.options import AnyRequest, EndedElsewhere, Invocation
 from ftcli.cli.render import terminal_text
-from ftcli.errors import ExitCode, Finding, FtcliError, Origin, Unwinding, first_line
+from ftcli.errors import ExitCode, Finding, FtcliError, Origin, Unwinding, first_line, is_out_of_memory, said_of
 from ftcli.paths import RECIPE_SUFFIXES
 from ftcli.ranks import Place
 from ftcli.run.heartbeat import RankLost
-from ftcli.run.out_of_memory import is_out_of_memory, said_of
 from ftcli.tables import methods
 
 

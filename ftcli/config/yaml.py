@@ -237,6 +237,16 @@ MAX_NODES = 10_000
 #: Halves of surrogate pairs, which UTF-8 does not have, and the null character, which no path can have (FT120).
 NO_TEXT = re.compile("[\0\ud800-\udfff]")
 
+
+def no_text(text: str, origin: Origin) -> tuple[Finding, ...]:
+    """FT120 for a text that no file can hold."""
+    found = NO_TEXT.search(text)
+    if found is None:
+        return ()
+    message = f"the escape of U+{ord(found.group()):04X} stands for no character that a file can hold"
+    return (Finding("FT120", message, origin, "write the character itself, or remove it"),)
+
+
 _AnyNode = yaml.ScalarNode | yaml.SequenceNode | yaml.MappingNode
 
 
@@ -422,10 +432,7 @@ class _Converter:
         return str(node.value)
 
     def _require_text(self, text: str, origin: Origin) -> None:
-        found = NO_TEXT.search(text)
-        if found is not None:
-            message = f"the escape of U+{ord(found.group()):04X} stands for no character that a file can hold"
-            self._find("FT120", message, origin, "write the character itself, or remove it")
+        self.findings += no_text(text, origin)
 
     def _find(self, code: str, message: str, origin: Origin, help: str) -> None:
         self.findings.append(Finding(code, message, origin, help))

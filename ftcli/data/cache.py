@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 #: Part of every key: raised whenever the same input gives other tokens or other files.
 FORMAT = 7
+#: The same of rows that may have images.
+IMAGES = 2
 
 
 def contents_of(source: DatasetConfig, *, offline: bool) -> list[tuple[str, str]] | None:
@@ -78,7 +80,7 @@ def key_of(
     parts: list[Any] = [FORMAT, contents, chosen, settings, template, tokenizer]
     if vision is not None:
         folders = [] if is_hub(source) else sorted({str(file.path.parent.absolute()) for file in files_of(source)})
-        parts += [vision.identity, folders]
+        parts += [vision.identity, folders, IMAGES]
     text = json.dumps([*parts, sorted(stops)], sort_keys=True)
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
 

@@ -35,6 +35,8 @@ MOST_AHEAD = 2 * 2**30
 
 #: An image as the tower takes it.
 Read = dict[str, Tensor]
+#: An image by its row and its number there.
+_Key = tuple["Origin", int]
 
 
 class PixelReader:
@@ -42,44 +44,51 @@ class PixelReader:
 
     Args:
         dtype: Of the tower; pixels are rounded to it here, where time is.
+        pinned: Whether those of a batch are put into page-locked memory, from which they are copied to a GPU.
 
     Attributes:
         waited: Seconds for which somebody waited for pixels since this was last set to zero.
     """
 
-    def __init__(self, vision: Vision, dtype: torch.dtype, threads: int | None = None) -> None:
+    def __init__(self, vision: Vision, dtype: torch.dtype, threads: int | None = None, *, pinned: bool = False) -> None:
         self.vision, self.waited = vision, 0.0
-        self._dtype = dtype
+        self._dtype, self._pinned = dtype, pinned
         self._pool = ThreadPoolExecutor(threads or max(1, min(MOST_THREADS, usable_cores())), "images")
-        self._ahead: dict[tuple[Origin, int], tuple[RowImage, Future[Read]]] = {}
-        self._bytes = 0
+        self._ahead: dict[tuple[_Key, ...], tuple[list[RowImage], Future[Read]]] = {}
 
-    def ahead(self, rows: Iterable[TokenizedRow]) -> None:
-        """Begins to read the images of rows that come next, as far as there is room."""
-        for row in rows:
-            for number, image in enumerate(row.images):
-                key = row.row.origin, number
-                if key not in self._ahead and self._bytes < MOST_AHEAD:
-                    self._bytes += _size(image)
-                    self._ahead[key] = image, self._pool.submit(self._read, image, row.row.origin)
+    def ahead(self, batches: Iterable[Sequence[TokenizedRow]]) -> None:
+        """Begins to read the images of the batches that come next, and to join each batch's, as far as there is room.
+
+        A thread that joins waits for those that read, which all began before it.
+        """
+        for rows in batches:
+            key, images = _images_of(rows)
+            held = sum(_size(image) for some, _ in self._ahead.values() for image in some)
+            if images and key not in self._ahead and held < MOST_AHEAD:
+                self._ahead[key] = images, self._pool.submit(self._joined, self._reads(key, images))
 
     def of(self, rows: Sequence[TokenizedRow]) -> Read:
         """What the tower takes of all images of these rows, in order; empty where they have none."""
         began = time.perf_counter()
-        self.ahead(rows)
-        found: list[Read] = []
-        here: dict[int, Read] = {}  # completions of one prompt show the same
-        for row in rows:
-            for number, image in enumerate(row.images):
-                ahead = self._ahead.pop((row.row.origin, number), None)
-                if ahead is not None:
-                    self._bytes -= _size(ahead[0])
-                if id(image) not in here:
-                    known = ahead is not None and ahead[0] == image
-                    here[id(image)] = ahead[1].result() if ahead and known else self._read(image, row.row.origin)
-                found.append(here[id(image)])
+        key, images = _images_of(rows)
+        if not images:
+            return {}
+        known, ahead = self._ahead.pop(key, (None, None))
+        if known is None:
+            self._ahead.clear()  # what was read was for another order
+        joined = ahead.result() if ahead and known == images else self._joined(self._reads(key, images))
         self.waited += time.perf_counter() - began
-        return joined(found)
+        return joined
+
+    def _reads(self, keys: Sequence[_Key], images: Sequence[RowImage]) -> list[Future[Read]]:
+        here: dict[int, Future[Read]] = {}  # completions of one prompt show the same
+        for (origin, _), image in zip(keys, images, strict=True):
+            if id(image) not in here:
+                here[id(image)] = self._pool.submit(self._read, image, origin)
+        return [here[id(image)] for image in images]
+
+    def _joined(self, images: Sequence[Future[Read]]) -> Read:
+        return joined([each.result() for each in images], pinned=self._pinned)
 
     def _read(self, image: RowImage, origin: Origin) -> Read:
         return as_read(self.vision.processed(image, origin), self._dtype)
@@ -103,11 +112,21 @@ def as_read(made: Pixels, dtype: torch.dtype) -> Read:
     return {name: each.to(dtype) if each.is_floating_point() else each for name, each in tensors.items()}
 
 
-def joined(images: Sequence[Read]) -> Read:
+def joined(images: Sequence[Read], *, pinned: bool = False) -> Read:
     """Images one after the other; those of several sizes are filled up to the largest."""
     if not images:
         return {}
-    return {name: torch.cat(_of_one_size([image[name] for image in images])) for name in images[0]}
+    found: Read = {}
+    for name in images[0]:
+        parts = _of_one_size([image[name] for image in images])
+        shape = (sum(len(each) for each in parts), *parts[0].shape[1:])
+        found[name] = torch.cat(parts, out=torch.empty(shape, dtype=parts[0].dtype, pin_memory=pinned))
+    return found
+
+
+def _images_of(rows: Iterable[TokenizedRow]) -> tuple[tuple[_Key, ...], list[RowImage]]:
+    found = [((row.row.origin, number), image) for row in rows for number, image in enumerate(row.images)]
+    return tuple(key for key, _ in found), [image for _, image in found]
 
 
 def _of_one_size(tensors: Sequence[Tensor]) -> list[Tensor]:

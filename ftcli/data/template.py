@@ -19,8 +19,8 @@ from jinja2.exceptions import TemplateError
 from ftcli.assets import template_path
 from ftcli.config.data import DataConfig
 from ftcli.data.answers import Rendered
+from ftcli.data.chat_prefixes import Prefixes, PrefixRenderer
 from ftcli.data.omissions import PROBE, MessagePart, Presence, Tools, reasoning_of, split_reasoning
-from ftcli.data.traced import Beginnings, Traced
 from ftcli.errors import ExitCode, FtcliError, Origin, first_line
 from ftcli.facts.tokenizer import no_template_finding
 from ftcli.rows.layouts.messages import REASONING_KEYS
@@ -76,8 +76,8 @@ class Renderer:
         self._ahead: dict[tuple[int, ...], str] = {}
         self._prepared: dict[int, tuple[Message, Message]] = {}
         self._switched: dict[str, Renderer] = {}
-        self._traced: Traced | None = None
-        self._told: dict[tuple[int, ...], Beginnings] = {}
+        self._prefixes: PrefixRenderer | None = None
+        self._told: dict[tuple[int, ...], Prefixes] = {}
         #: What becomes of a rendered text before it is tokenized, where images have more to say there.
         self.written: Callable[[str], str] = str
 
@@ -101,7 +101,7 @@ class Renderer:
         """Renders with the text of another template from now on: the training form of its own."""
         self._template = template
         self._switched.clear()
-        self._traced = None
+        self._prefixes = None
 
     def switched(self, switches: Switches, row: Row) -> Renderer:
         """This renderer with a row's own values for the template's switches.
@@ -194,8 +194,8 @@ class Renderer:
                 chat = [made for _, made in held]
             asked.append((chat, turns))
         try:
-            traced = self._beginnings([chat for chat, _ in asked])
-            for (chat, turns), found in zip(asked, traced, strict=True):
+            written = self._prefixes_of([chat for chat, _ in asked])
+            for (chat, turns), found in zip(asked, written, strict=True):
                 if found is not None:
                     self._told[_identity(chat, False)] = found
                 else:
@@ -212,21 +212,21 @@ class Renderer:
             self._told.clear()
             self._prepared.clear()
 
-    def _beginnings(self, chats: list[list[Message]]) -> list[Beginnings | None]:
-        """Of each conversation, where one rendering of it tells what all its beginnings are."""
+    def _prefixes_of(self, chats: list[list[Message]]) -> list[Prefixes | None]:
+        """Of each conversation, where one rendering of it tells what all its prefixes are."""
         source, size = self.source, sum(map(_size, chats))
         self._shown([])  # asks the template for its form of contents
         if not chats or source is None or self._of_parts or self.written is not str or size > _MOST_AHEAD:
             return [None] * len(chats)
-        if self._traced is None:
-            self._traced = Traced(self._tokenizer, source, self._switches)
-        traced = self._traced
+        if self._prefixes is None:
+            self._prefixes = PrefixRenderer(self._tokenizer, source, self._switches)
+        prefixes = self._prefixes.prefixes
 
         def render(messages: Sequence[Message], generation_prompt: bool) -> str:
             return self._written(list(messages), None, generation_prompt)[0]
 
         try:
-            return self._allowance.run(size, lambda: [traced.beginnings(c, render) for c in chats], len(chats))
+            return self._allowance.run(size, lambda: [prefixes(c, render) for c in chats], len(chats))
         except REFUSALS:
             return [None] * len(chats)
 
@@ -245,11 +245,11 @@ class Renderer:
         else:
             self._ahead.update({_identity(c, generation_prompt): t for c, t in zip(chats, texts, strict=True)})
 
-    def told(self, messages: Sequence[Message], turns: Sequence[int]) -> Beginnings | None:
+    def told(self, messages: Sequence[Message], turns: Sequence[int]) -> Prefixes | None:
         """What one rendering tells of a conversation, if it is known and shows all that is said in it, in its place.
 
         Args:
-            turns: Those of which the beginnings that end with them show all that they say.
+            turns: Those of which the prefixes that end with them show all that they say.
         """
         found = self._told.get(_identity(messages, False)) if self._told else None
         if found is None or not all(map(_is_plain, messages)):

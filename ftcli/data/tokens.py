@@ -18,6 +18,10 @@ from ftcli.plain import JsonMap, JsonObject
 from ftcli.rows.row import Row
 
 Ints = NDArray[np.int64]
+#: Of what tells rows apart.
+DIGEST_BYTES = 16
+#: Of what tells images apart, in hexadecimal.
+_SHOWN_DIGITS = 32
 _META = "meta.json"
 #: Bytes of a file that are read at a time.
 _BLOCK = 2**20
@@ -25,7 +29,7 @@ _CHECKSUM = "checksum"
 #: Kept rows: end of the row in ids.bin, end in spans.bin, number of the row, index of its file's name.
 _INDEX_COLUMNS = 4
 #: Images: number of the row, rows and columns of tokens, width, height, bytes, and begin and end in images.bin of the
-#: path, if that is what it is, or of the content.
+#: path with a digest of its content, if that is what it is, or of the content.
 _IMAGE_COLUMNS = 9
 
 
@@ -38,6 +42,7 @@ class RowImage:
         width, height: As it is shown, in pixels.
         grid: Rows and columns of the tokens that stand for it.
         done: What is done with it when it is read (:class:`ftcli.rows.pictures.Picture`).
+        digest: Of the file's content, in hexadecimal; empty where the row held it.
     """
 
     path: str | None
@@ -47,12 +52,23 @@ class RowImage:
     grid: tuple[int, int]
     bytes: int
     done: tuple[str, ...] = ()
+    digest: str = ""
 
     @property
     def id(self) -> str:
         """A digest that tells it from others."""
         held = f"{self.path}:{self.bytes}".encode() if self.content is None else self.content
         return hashlib.sha256(held).hexdigest()[:16]
+
+    @property
+    def content_digest(self) -> str:
+        """A digest of what it shows."""
+        return self.digest or shown_digest(self.content or b"")
+
+
+def shown_digest(content: bytes) -> str:
+    """A digest of an image's content, in hexadecimal."""
+    return hashlib.sha256(content).hexdigest()[:_SHOWN_DIGITS]
 
 
 def content_of(image: RowImage) -> Path | bytes:
@@ -229,7 +245,8 @@ class TokenWriter:
 
     def _add_images(self, encoded: EncodedArrays) -> None:
         for n, image in encoded.images:
-            held = image.content if image.path is None else image.path.encode()
+            named = f"{image.path}{image.digest:0>{_SHOWN_DIGITS}}"
+            held = image.content if image.path is None else named.encode()
             if image.path is not None:
                 self._shown.update(_state_of(image.path))
             begin = self._images_end
@@ -298,7 +315,7 @@ class TokenStore:
         shown = hashlib.sha256()
         for *_, begin, end, is_path in self._pictures.tolist():
             if is_path:
-                shown.update(_state_of(self._images[begin:end].tobytes().decode()))
+                shown.update(_state_of(self._images[begin : end - _SHOWN_DIGITS].tobytes().decode()))
         return not self.has_images or shown.hexdigest() == self._shown
 
     @property
@@ -335,8 +352,10 @@ class TokenStore:
         self, _row: int, rows: int, columns: int, width: int, height: int, size: int, begin: int, end: int, is_path: int
     ) -> RowImage:
         held = self._images[begin:end].tobytes()
-        path, content = (held.decode(), None) if is_path else (None, held)
-        return RowImage(path, content, width, height, (rows, columns), size)
+        if not is_path:
+            return RowImage(None, held, width, height, (rows, columns), size)
+        path, digest = held[:-_SHOWN_DIGITS].decode(), held[-_SHOWN_DIGITS:].decode()
+        return RowImage(path, None, width, height, (rows, columns), size, digest=digest)
 
 
 def _state_of(path: str) -> bytes:
@@ -405,10 +424,24 @@ def _mapped(path: Path, dtype: type[np.generic]) -> NDArray[Any]:
 
 def digest_of(row: TokenizedRow) -> bytes:
     """Of its tokens and images. The tokens themselves, of all pairs, would be gigabytes."""
-    digest = hashlib.blake2b(np.asarray(row.input_ids, dtype=np.int32).tobytes(), digest_size=16)
+    digest = hashlib.blake2b(np.asarray(row.input_ids, dtype=np.int32).tobytes(), digest_size=DIGEST_BYTES)
     for image in row.images:
         digest.update(image.content or str(image.path).encode())
     return digest.digest()
+
+
+def unit_digest(*rows: TokenizedRow) -> bytes:
+    """Of the token ids of all rows, of which of them are supervised, and of what their images hold."""
+    found = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    for row in rows:
+        ids = np.asarray(row.input_ids, dtype="<i8")
+        supervised = np.asarray(row.labels, dtype="<i8") != IGNORE_INDEX
+        found.update(len(ids).to_bytes(8, "little"))
+        found.update(ids.tobytes())
+        found.update(supervised.tobytes())
+        for image in row.images:  # as many tokens stand for any other of its size
+            found.update(repr((image.grid, image.width, image.height)).encode() + image.content_digest.encode())
+    return found.digest()
 
 
 class TokenTable(Sequence[TokenizedRow]):

@@ -11,6 +11,7 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 
 from ftcli.assets import asset, bundled
 from ftcli.config.model import ModelConfig
-from ftcli.data.tokens import Ints, RowImage, TokenizedRow, content_of
+from ftcli.data.tokens import Ints, RowImage, TokenizedRow, content_of, shown_digest
 from ftcli.errors import FtcliError, Origin, first_line
 from ftcli.labels import IGNORE_INDEX
 from ftcli.plain import JsonMap
@@ -75,7 +76,12 @@ class Vision:
             grid: tuple[int, int] = code_of(self.kind.grid)(self.processor, found.width, found.height, self.config)
         except ValueError as error:
             raise Misfit(f"an image of {found.width} x {found.height} pixels: {error}") from error
-        place = place_of(source, row.folder)
+        place, digest = place_of(source, row.folder), ""
+        if place is not None:
+            try:
+                digest = shown_digest(place.read_bytes())
+            except OSError as error:
+                raise Misfit(f"image {source.path!r} cannot be read: {error}") from error
         return RowImage(
             path=None if place is None else str(place),
             content=source.content,
@@ -84,6 +90,7 @@ class Vision:
             grid=grid,
             bytes=found.bytes,
             done=found.done,
+            digest=digest,
         )
 
     def ids_of(self, image: RowImage) -> list[int]:
@@ -173,12 +180,15 @@ class Vision:
         Raises FtcliError FT416 (exit 4) for a file that is not what it was when it was measured.
         """
         try:
-            found = pixels_of(content_of(image))
-            changed = found.size != (image.width, image.height)
+            held = content_of(image)
+            content = held.read_bytes() if isinstance(held, Path) else held
+            found = pixels_of(content)
         except (Misfit, OSError) as error:
             raise _changed(image, origin, first_line(error)) from error
-        if changed:
+        if found.size != (image.width, image.height):
             raise _changed(image, origin, f"it was {image.width} x {image.height} pixels, and is {found.size}")
+        if image.digest and shown_digest(content) != image.digest:
+            raise _changed(image, origin, "its content is another")
         return self.of_pixels([found])
 
     def of_pixels(self, images: Sequence[Image]) -> Pixels:

@@ -506,7 +506,7 @@ def greedy_answers(
 def _likeliest(
     model: PreTrainedModel | PeftModel, job: Job, prompt: Sequence[int], made: Sequence[int]
 ) -> tuple[dict[int, float], ...]:
-    """Of each token of ``made``, the likeliest ids at its place and their log-probabilities."""
+    """The likeliest ids at the place of each token of ``made``, with their log-probabilities."""
     ids = torch.tensor([[*prompt, *made[:-1]]], device=job.device)
     with compute_context(job.device, job.dtypes.compute, job.dtypes.autocast):
         states = hidden_states(model, {"input_ids": ids}).tensor[0, len(prompt) - 1 :]

@@ -1,6 +1,7 @@
 """Loss, perplexity and token accuracy on held-out data: streamed, weighted by token, independent of batching.
 
-Each rank takes whole batches, and all add up sums in one order; a batch that does not fit into memory is halved.
+Each rank takes whole batches, and sums are all-gathered and added in one order. A batch that does not fit into memory
+is halved.
 """
 
 from __future__ import annotations
@@ -163,7 +164,7 @@ def summed(
 
 @dataclass(frozen=True, slots=True)
 class Turn(Generic[T, R]):
-    """What a rank has run while the others ran as much.
+    """A rank's batch of one turn, in which each of the others has one, too.
 
     Attributes:
         number: Of its batch among all.

@@ -115,7 +115,7 @@ class Margins:
         return self.values if self.labels is None else self.values * self.labels
 
     def as_dict(self) -> JsonObject:
-        """What an evaluation tells of them: the classes of length."""
+        """The classes of length, for an evaluation's answer."""
         return {"by_length": self.by_length()} if self.kind == "pairs" else {}
 
     def by_length(self) -> list[JsonObject]:
@@ -191,7 +191,7 @@ def _classes(lengths: Floats) -> NDArray[np.int64]:
 def margins_of_pairs(
     sequences: Sequence[TokenizedRow], values: Floats, lengths: Floats, tokenizer: PreTrainedTokenizerBase
 ) -> Margins:
-    """Of pairs whose chosen and rejected answers take turns in ``sequences``."""
+    """Margins of pairs; chosen and rejected answers take turns in ``sequences``."""
 
     def wrong(pair: int) -> WrongRow:
         (prompt, chosen), (_, rejected) = (_texts(sequences[row], tokenizer) for row in (2 * pair, 2 * pair + 1))
@@ -205,7 +205,7 @@ def margins_of_pairs(
 def margins_of_answers(
     sequences: Iterable[TokenizedRow], rewards: Floats, lengths: Floats, tokenizer: PreTrainedTokenizerBase
 ) -> Margins:
-    """Of labelled answers."""
+    """Margins of labelled answers."""
     rows = list(sequences)
     labels = np.array([np.sign(tokens.value) for tokens in rows])
 

@@ -151,7 +151,7 @@ class JudgedRow:
 
     @property
     def key(self) -> tuple[str, str | None, tuple[str, ...] | None]:
-        """What tells it from other rows."""
+        """The row's identity among others."""
         return self.prompt, self.reference, self.images
 
 

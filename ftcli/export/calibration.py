@@ -54,7 +54,7 @@ _IN_A_ROW = (("up_proj", "down_proj"),)
 
 @dataclass(frozen=True, slots=True)
 class Calibrated:
-    """What came of it.
+    """The result of a calibration.
 
     Attributes:
         files: Tensors that are written in place of the merged ones, or of their parts, by their keys.
@@ -203,7 +203,7 @@ class _Standing(nn.Module):
 
 @dataclass(slots=True)
 class _Inputs:
-    """What linear layers with one input are given, gathered batch by batch.
+    """Statistics of an input that linear layers share, gathered batch by batch.
 
     Attributes:
         norm: The name there of the norm that hands it on; None where none does.

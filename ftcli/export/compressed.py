@@ -120,7 +120,7 @@ def _rounded(model: PreTrainedModel, base: StoredWeights) -> dict[str, str]:
 
 
 def _rounded_alone(plan: ModelPlan, rounded: Mapping[str, str], scheme: Scheme, folder: Path) -> Calibrated:
-    """What depends on the weights alone, written into files in ``folder``, one for each weight."""
+    """Encodes weights without calibration, into files in ``folder``, one for each weight."""
     files: dict[str, TensorFile] = {}
     for number, (key, name) in enumerate(rounded.items()):
         made = scheme.encode(plan.adapter.merged(name, plan.base.read(name).float()), None)
@@ -170,7 +170,7 @@ def _declare(path: Path, ignored: list[str], scheme: Scheme) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Rounded:
-    """What was rounded.
+    """The rounded weights of an export.
 
     Attributes:
         merged: What they were before that.

@@ -1,4 +1,4 @@
-"""What a model makes of an image before and after an export, and the files that say how images are prepared."""
+"""Compares a model's logits behind an image before and after an export, and copies its image processor's files."""
 
 from __future__ import annotations
 

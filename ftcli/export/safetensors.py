@@ -135,7 +135,9 @@ class ModelPlan:
 
     @property
     def added(self) -> list[tuple[str, Tensor]]:
-        """What a reward model has in the head's place, which the base does not have; it keeps its float32."""
+        """A reward model's score, which stands in the head's place and which the base does not have; it keeps its
+        float32.
+        """
         return [(name, whole) for name, whole in self.adapter.whole.items() if name == _SCORE]
 
     @property
@@ -466,7 +468,7 @@ def _shown(source: ExportSource, tokenizer: PreTrainedTokenizerBase) -> dict[str
 
 
 def _seen(source: ExportSource, shown: dict[str, Tensor]) -> Tensor | None:
-    """What the full fine-tune makes of it."""
+    """The full fine-tune's logits."""
     if not shown:
         return None
     stored, model = base_weights(source), unwritten(local_config(source.folder))

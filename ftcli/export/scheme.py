@@ -18,7 +18,7 @@ Parts = Mapping[str, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """What calibration has seen of a linear layer's input x (I,).
+    """Statistics of a linear layer's input x (I,), from calibration.
 
     Attributes:
         largest: The largest ``|x|``.
@@ -48,7 +48,7 @@ class Smoothing:
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """What the run's rows are asked for.
+    """The statistics that a scheme needs of the run's rows.
 
     Attributes:
         products: The scheme needs :attr:`Given.products`.
@@ -117,6 +117,6 @@ def farther(found: Tensor, best: Tensor, wanted: Tensor, group: int, room: float
 
 
 def by_rows(made: Callable[[Tensor], tuple[Tensor, ...]], weight: Tensor) -> tuple[Tensor, ...]:
-    """What ``made`` answers for ``weight`` (O, ...), a few rows at a time, which caches hold: each (O, ...)."""
+    """Applies ``made`` to ``weight`` (O, ...), a few rows at a time, which caches hold: each (O, ...)."""
     rows = weight.split(max(1, _AT_ONCE // weight[0].numel()))
     return tuple(torch.cat(parts) for parts in zip(*map(made, rows), strict=True))

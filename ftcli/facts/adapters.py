@@ -169,7 +169,7 @@ def start_folder(path: str) -> Path:
 
 
 def start_problems(lora: LoraConfig, path: str) -> list[str]:
-    """What keeps the adapter at ``path`` from being where training begins under these settings, in words."""
+    """Reasons why training cannot begin from the adapter at ``path`` under these settings."""
     folder = start_folder(path)
     try:
         if not is_file(folder / ADAPTER_CONFIG):

@@ -77,7 +77,7 @@ class CacheShape:
 
 
 def cache_shape(shape: ModelShape, element_bytes: int) -> CacheShape:
-    """What a model's layers keep of the tokens before, keys and values, or latents, in elements of so many bytes."""
+    """Shape of the cache of a model's layers: keys and values, or latents, in elements of so many bytes."""
     if shape.latents:  # a position is one latent and one rotated key, for all heads
         one = shape.latents[0]
         return CacheShape(shape.num_layers, 1, sum(one.kept), element_bytes, latent=one.kept[0])

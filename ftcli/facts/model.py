@@ -34,7 +34,11 @@ from ftcli.tables.families import MULTIMODAL, family_of
 if TYPE_CHECKING:
     from ftcli.config.yaml import Origins
 
-_SOFTCAPS = ("attn_logit_softcapping", "final_logit_softcapping")
+#: The configs' names for what logits are multiplied by, and for what they are capped at. That no family has another one
+#: is checked when a model is built: :mod:`ftcli.model.selfcheck`.
+LOGIT_MULTIPLIERS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
+LOGIT_CAPS = ("final_logit_softcapping", "logits_soft_cap")
+_SOFTCAPS = ("attn_logit_softcapping", *LOGIT_CAPS)
 #: Architectures that give a row numbers in place of words.
 _CLASSIFIER = ("ForSequenceClassification", "RewardModel")
 #: Layers that predict further tokens; models have a few.
@@ -273,7 +277,13 @@ def _damaged(found: ConfigSource, what: str, origin: Origin | None) -> FtcliErro
 
 
 def _require_finite(text: JsonMap, found: ConfigSource, origin: Origin | None) -> None:
-    """Raises FtcliError FT305 for NaN and infinity, which Python's JSON reads, and for what is no scale."""
+    """Raises FtcliError FT305 for NaN and infinity, which Python's JSON reads, and for what is no scale. What is read
+    of every family is a number in each, even where transformers does not look at it.
+    """
+    for key in (*LOGIT_MULTIPLIERS, "logits_scaling", *_SOFTCAPS, "router_aux_loss_coef", "initializer_range"):
+        value = text.get(key)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+            raise _damaged(found, f"{key} {str(value)[:40]} is no number to compute with", origin)
     rope = _rope(text)
     used = {key: text.get(key) for key in ("rope_theta", "rms_norm_eps", *_SOFTCAPS)}
     used |= {f"rope {key}": rope.get(key) for key in ("factor", "rope_theta")}

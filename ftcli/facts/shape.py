@@ -20,7 +20,7 @@ from ftcli.tables.families import family_of
 
 @dataclass(frozen=True, slots=True)
 class LayerTable:
-    """What a model has for layers' own inputs: for each of ``entries`` tokens, ``width`` features a layer."""
+    """A table of layers' own inputs: for each of ``entries`` tokens, ``width`` features a layer."""
 
     entries: int
     width: int
@@ -315,7 +315,7 @@ def _varied(config: Config, shape: ModelShape, windows: tuple[int | None, ...]) 
 
 
 def _own_heads(config: Config, windows: tuple[int | None, ...]) -> dict[int, Mapping[str, Any]]:
-    """What a config says of the heads of single layers: as transformers writes it, or as it is released."""
+    """Heads of single layers by the config: as transformers writes it, or as it is released."""
     stated = config.get("per_layer_config")
     if isinstance(stated, Mapping):
         if not all(isinstance(values, Mapping) for values in stated.values()):

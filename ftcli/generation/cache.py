@@ -1,4 +1,4 @@
-"""What layers keep of the tokens before: pages of keys and values, or of latents that both come from, and slots with
+"""The cache of layers: pages of keys and values, or of latents that both come from, and slots with
 the states of delta nets; which of them are free; and what the layers of one call do with them.
 
 Pages and slots are counted on the host alone: lengths are known there without asking the device. A call reaches each
@@ -295,7 +295,7 @@ class Decode:
 
 
 def _given(value: T | None) -> T:
-    """What a call of a model with delta nets has."""
+    """The keyword arguments of a call of a model with delta nets."""
     if value is None:
         raise ValueError("this call has no place for the states of delta nets")
     return value

@@ -55,7 +55,7 @@ def cache_dtype(model: PreTrainedModel | PeftModel, plan: DtypePlan) -> torch.dt
 
 
 def kept_shape(model: PreTrainedModel | PeftModel, dtype: torch.dtype) -> CacheShape:
-    """What the model's layers keep of the tokens before, keys and values in ``dtype``.
+    """Shape of the cache of the model's layers, keys and values in ``dtype``.
 
     Raises TypeError for layers that :mod:`ftcli.facts.shape` does not describe.
     """

@@ -81,7 +81,7 @@ class _Started:
 
 @dataclass(slots=True)
 class _Copies:
-    """What is copied in a cache before new rows go on: from where, and where to."""
+    """Copies in a cache that new rows need before they are decoded: from where, and where to."""
 
     sources: list[int] = field(default_factory=list)
     targets: list[int] = field(default_factory=list)

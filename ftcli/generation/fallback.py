@@ -161,7 +161,7 @@ class TransformersGenerator:
         return found
 
     def _images(self, rows: Sequence[_Row], ids: Tensor) -> dict[str, Tensor]:
-        """What the prompts show, on the device; nothing where they show none."""
+        """The prompts' images, on the device; empty without any."""
         found = [row.request.images for row in rows if row.request.images is not None]
         if not found:
             return {}

@@ -34,7 +34,7 @@ class PromptImages:
         return replace(self.row, input_ids=list(prompt), labels=[])
 
     def inputs(self, ids: Tensor) -> dict[str, Tensor]:
-        """What transformers' own model takes of the images beside ``ids`` (1, S) that begin with the prompt's."""
+        """The inputs of transformers' own model for the images, beside ``ids`` (1, S) that begin with the prompt's."""
         vision = self.pixels.vision
         given = self.pixels.of([self.row])
         if vision.kind.marks is not None:
@@ -54,7 +54,7 @@ class PromptImages:
 def shown_by(
     number: int, ids: list[int], images: tuple[RowImage, ...], pixels: PixelReader | None
 ) -> PromptImages | None:
-    """What prompt number ``number`` of tokens ``ids`` shows; None where that is nothing.
+    """The images of prompt number ``number`` of tokens ``ids``; None without any.
 
     Raises FtcliError FT415 where the prompt has another number of places than images.
     """
@@ -224,7 +224,7 @@ def _begun(text: str, stop: str) -> int:
 
 
 class Turns(Protocol):
-    """What stands between turns. Completions are named by their request and their number in it."""
+    """Tokens between turns. Completions are named by their request and their number in it."""
 
     def ended(self, request: int, completion: int, tokens: Sequence[int], reason: StopReason) -> bool:
         """A turn has ended with the last of ``tokens``, which are all of the completion. True if it may go on:

@@ -16,10 +16,11 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
+from email.message import Message
 from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any
@@ -27,20 +28,22 @@ from typing import Any
 from ftcli.config.evaluation import EndpointConfig
 from ftcli.errors import ExitCode, FtcliError, first_line
 from ftcli.judges.verdicts import CompletionBatch, FailedJudgement, Verdict
-from ftcli.plain import JsonObject
+from ftcli.plain import JsonObject, as_unicode
 
 #: What is tried again: a server that is busy, starting, or behind one that is.
 _PASSING = frozenset((408, 409, 425, 429, 500, 502, 503, 504))
+#: Redirections, which are not followed, and all that is an error.
+REFUSED = 300
 #: Seconds before the first further try; twice as many before each other one, up to a minute.
 _FIRST_WAIT, _LONGEST_WAIT = 0.5, 60.0
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 _NAME = re.compile(r"\{(\w+)\}")
-_MOST_BYTES = 10 << 20
+_MOST_BYTES = 32 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class JudgeAccess:
-    """What judges get from outside: ``secret`` gives the value of a variable, ``cache`` is a folder for answers."""
+    """Access of judges to the outside: ``secret`` gives the value of a variable, ``cache`` is a folder for answers."""
 
     secret: Callable[[str], str | None] = field(default=lambda name: None)
     cache: Path | None = None
@@ -55,6 +58,34 @@ class NoRedirect(urllib.request.HTTPRedirectHandler):
 
 #: What is said of one request, such as one that is too long for the model.
 _OF_REQUESTS = frozenset((400, 413, 422))
+
+
+def answered(
+    opener: urllib.request.OpenerDirector, request: urllib.request.Request, seconds: float
+) -> tuple[int, Message, bytes]:
+    """Status, headers and body of the answer to a request, which has to be whole within ``seconds``: the limit of a
+    connection begins anew with each byte, and a server that sends one now and then would never be given up.
+
+    Raises OSError and HTTPException where there is no such answer, ValueError for a request that cannot be sent.
+    """
+    found: Future[tuple[int, Message, bytes]] = Future()
+
+    def ask() -> None:
+        try:
+            try:
+                answer = opener.open(request, timeout=seconds)
+            except urllib.error.HTTPError as error:  # an answer as well
+                answer = error
+            with closing(answer):
+                found.set_result((answer.status, answer.headers, answer.read(_MOST_BYTES)))
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            found.set_exception(error)
+
+    threading.Thread(target=ask, daemon=True).start()
+    try:
+        return found.result(seconds)
+    except TimeoutError as error:
+        raise TimeoutError(f"no whole answer within {seconds:g} s") from error
 
 
 class _Passing(Exception):
@@ -154,22 +185,22 @@ class LlmJudge:
     def _once(self, sent: bytes) -> str:
         request = urllib.request.Request(self._url, sent, self._headers)  # noqa: S310 - http(s), by the recipe's schema
         try:
-            with self._opener.open(request, timeout=self._endpoint.timeout) as answer:
-                said = json.loads(answer.read(_MOST_BYTES))
-            reply = str(said["choices"][0]["message"]["content"] or "")
-            self._has_answered = True
-            return reply
-        except urllib.error.HTTPError as error:
-            with closing(error):
-                text = error.read(2000).decode("utf-8", "replace")
-            if error.code in _PASSING:
-                raise _Passing(f"answered {error.code}", _asked_wait(error.headers.get("Retry-After"))) from error
-            reason = f"answered {error.code}: {first_line(ValueError(text))}"
-            if error.code in _OF_REQUESTS:
-                raise _Passing(reason, unusable=_unusable(f"{self._url} {reason}"), again=False) from error
-            raise _unusable(f"{self._url} {reason}") from error
+            status, headers, body = answered(self._opener, request, self._endpoint.timeout)
         except (OSError, http.client.HTTPException) as error:  # also what urllib makes of a name that is not known
             raise _Passing(f"could not be reached ({first_line(error)})") from error
+        except ValueError as error:  # a key or an address that no request can hold
+            raise _unusable(f"{self._url} cannot be asked: {first_line(error)}") from error
+        if status in _PASSING:
+            raise _Passing(f"answered {status}", _asked_wait(headers.get("Retry-After")))
+        if status >= REFUSED:
+            reason = f"answered {status}: {first_line(ValueError(body.decode('utf-8', 'replace')))}"
+            if status in _OF_REQUESTS:
+                raise _Passing(reason, unusable=_unusable(f"{self._url} {reason}"), again=False)
+            raise _unusable(f"{self._url} {reason}")
+        try:
+            reply = as_unicode(str(json.loads(body)["choices"][0]["message"]["content"] or ""))
+            self._has_answered = True
+            return reply
         except (ValueError, KeyError, IndexError, TypeError, RecursionError) as error:
             reason = "did not answer as OpenAI's chat completions do"
             raise _Passing(reason, unusable=_unusable(f"{self._url} {reason}")) from error
@@ -202,24 +233,34 @@ class LlmJudge:
 
 
 class _Replies:
-    """Replies by the content of their request, in a file that several processes may use."""
+    """Replies by the content of their request, in a file that several processes may use. Each method raises FtcliError
+    FT470 (exit 4) for a file that is damaged, or cannot be written.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with closing(self._open()) as database, database:
+        with self._open() as database:
             database.execute("CREATE TABLE IF NOT EXISTS replies (key TEXT PRIMARY KEY, reply TEXT NOT NULL)")
 
-    def _open(self) -> sqlite3.Connection:
-        return sqlite3.connect(self._path, timeout=60)
+    @contextmanager
+    def _open(self) -> Iterator[sqlite3.Connection]:
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with closing(sqlite3.connect(self._path, timeout=60)) as database, database:
+                yield database
+        except (sqlite3.Error, OSError) as error:
+            message = f"{self._path}, which keeps replies, cannot be used: {first_line(error)}"
+            raise _unusable(
+                message, "remove the file, whose replies are asked for again, or free some space"
+            ) from error
 
     def get(self, key: str) -> str | None:
-        with closing(self._open()) as database:
+        with self._open() as database:
             found: Sequence[Any] | None = database.execute("SELECT reply FROM replies WHERE key = ?", (key,)).fetchone()
         return None if found is None else str(found[0])
 
     def put(self, key: str, reply: str) -> None:
-        with closing(self._open()) as database, database:
+        with self._open() as database:
             database.execute("INSERT OR IGNORE INTO replies VALUES (?, ?)", (key, reply))
 
 
@@ -227,10 +268,8 @@ def _asked_wait(said: str | None) -> float | None:
     """Seconds that a server asks for: a number, or a date."""
     if not said:
         return None
-    try:
-        return max(float(said), 0.0)
-    except ValueError:
-        pass
+    with suppress(ValueError):
+        return max(0.0, float(said))  # in this order, of which NaN is 0
     try:
         return max(parsedate_to_datetime(said).timestamp() - time.time(), 0.0)
     except (ValueError, TypeError):

@@ -18,7 +18,7 @@ from ftcli.errors import ExitCode, FtcliError, Origin
 from ftcli.judges.judge import file_of
 from ftcli.judges.process import LOAD_SECONDS, CallTimedOut, FunctionSource, Worker, WorkerGone
 from ftcli.judges.verdicts import FailedJudgement, Verdict
-from ftcli.plain import JsonMap, JsonObject
+from ftcli.plain import JsonMap, JsonObject, as_unicode
 
 #: Calls that wait at a time.
 _MOST_THREADS = 512
@@ -32,7 +32,7 @@ Call = tuple[str, JsonObject]
 
 @dataclass(frozen=True, slots=True)
 class ToolResult:
-    """What a tool has said, and whether it failed."""
+    """A tool's answer, and whether it failed."""
 
     name: str
     content: str
@@ -41,7 +41,7 @@ class ToolResult:
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentFacts:
-    """What an environment is: its class' name, its tools as JSON Schemas, and whether it has a reward."""
+    """An environment's description: its class' name, its tools as JSON Schemas, and whether it has a reward."""
 
     name: str
     schemas: tuple[JsonObject, ...]
@@ -86,7 +86,7 @@ class EnvironmentInstance:
         return _outliving(self._restore)
 
     def call(self, calls: Sequence[Call], most: int | None) -> list[ToolResult]:
-        """What the tools say, none of which ends the rollout: a failure is told to the model.
+        """Calls tools, none of which ends the rollout: a failure is told to the model.
 
         Args:
             most: Characters of a result that are kept; None: all.
@@ -94,7 +94,7 @@ class EnvironmentInstance:
         began = time.monotonic()
         asked = list(calls)
         try:
-            said = [ToolResult(name, _unicode(text), failed) for (name, _), (text, failed) in zip(
+            said = [ToolResult(name, as_unicode(text), failed) for (name, _), (text, failed) in zip(
                 asked, self._there_asked("call", asked)["results"], strict=True
             )]  # fmt: skip
             self._called.append(asked)
@@ -139,7 +139,7 @@ class EnvironmentInstance:
         said: str | None = self._asked("reset", dict(self._row or {}))["said"]
         for calls in self._called:
             self._asked("call", calls)
-        return None if said is None else _unicode(said)
+        return None if said is None else as_unicode(said)
 
     def _there_asked(self, what: str, *given: Any) -> JsonObject:
         """Asks the instance as it was left, in another process where its own has ended meanwhile."""
@@ -160,20 +160,15 @@ class EnvironmentInstance:
         return answer
 
     def _failed(self, calls: Sequence[Call], why: str) -> list[ToolResult]:
-        return [ToolResult(name, _unicode(str({"error": why})), failed=True) for name, _ in calls]
+        return [ToolResult(name, as_unicode(str({"error": why})), failed=True) for name, _ in calls]
 
 
 def _outliving(work: Callable[[], _T]) -> _T:
-    """What ``work`` gives, which is done again where its process ends. Raises WorkerGone where that goes on."""
+    """The result of ``work``, which is repeated where its process ends. Raises WorkerGone where that goes on."""
     for _ in range(_PROCESSES - 1):
         with suppress(WorkerGone):
             return work()
     return work()
-
-
-def _unicode(text: str) -> str:
-    """The text with a replacement character for each half of a surrogate pair, which no tokenizer takes."""
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def _cut(result: ToolResult, most: int) -> ToolResult:

@@ -193,7 +193,7 @@ class _Environment:
         self._loop: Any = None
 
     def done(self, call: dict[str, Any]) -> dict[str, Any]:
-        """What came of a call; ``raised`` where the environment's own code has."""
+        """The result of a call; ``raised`` where the environment's own code has."""
         try:
             answer: dict[str, Any] = getattr(self, "_" + call["do"])(*call["given"])
             return answer
@@ -242,7 +242,7 @@ class _Environment:
         return {"results": [[_text(one), failed] for one, failed in made]}
 
     def _begun(self, methods: dict[str, Any], name: str, arguments: dict[str, Any]) -> tuple[Any, bool]:
-        """What a tool returns, and whether it failed."""
+        """A tool's return value, and whether it failed."""
         try:
             if name not in methods:
                 raise ValueError(f"Tool {name} not found.")
@@ -272,7 +272,7 @@ class _Environment:
 
 
 def _text(result: Any) -> str:
-    """What a tool has returned, as the model reads it. Raises TypeError for content that is no text."""
+    """A tool's return value as the model reads it. Raises TypeError for content that is no text."""
     if isinstance(result, list) and any(isinstance(part, dict) and part.get("type") == "image" for part in result):
         raise TypeError("a tool returned an image, which a text model cannot read")
     return str(result)

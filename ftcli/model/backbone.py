@@ -17,6 +17,7 @@ import torch
 from ftkernels.linear_cross_entropy import HeadGradient, TrainedRows, tied_embedding
 from torch import Tensor, nn
 
+from ftcli.facts.model import LOGIT_CAPS, LOGIT_MULTIPLIERS
 from ftcli.model import attention
 from ftcli.model.masks import CallMask, Documents, plain_mask
 from ftcli.model.token_rows import with_rows
@@ -35,11 +36,6 @@ T = TypeVar("T")
 
 #: Attribute of a model that holds its FSDP root.
 _ROOT = "_ftcli_sharded_root"
-
-#: The configs' names for what logits are multiplied by, and for what they are capped at. That no family has another one
-#: is checked when a model is built: :mod:`ftcli.model.selfcheck`.
-_MULTIPLIERS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
-_CAPS = ("final_logit_softcapping", "logits_soft_cap")
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +178,7 @@ def _seen(
     of_images: Mapping[str, Tensor],
     stack: CollectingStack | None,
 ) -> dict[str, Any]:
-    """What the language model is called with, in place of ids (B, S), where a batch has images."""
+    """The language model's arguments, in place of ids (B, S), where a batch has images."""
     seen, positions = see(base, ids, of_images), inputs["position_ids"]
     found = {"inputs_embeds": seen.embeds, **seen.of_tokens, **_added(seen, ids, stack)}
     if "rope_positions" in inputs:
@@ -241,9 +237,9 @@ def head_of(model: PreTrainedModel | PeftModel) -> Head:
             f"the head's weight is {weight.dtype} of shape {tuple(weight.shape)}; "
             f"expected a floating (vocab_size, {width})"
         )
-    scale = next((found for name in _MULTIPLIERS if (found := getattr(config, name, None)) is not None), None)
+    scale = next((found for name in LOGIT_MULTIPLIERS if (found := getattr(config, name, None)) is not None), None)
     scaling = getattr(config, "logits_scaling", None)
-    cap = next((found for name in _CAPS if (found := getattr(config, name, None))), None)
+    cap = next((found for name in LOGIT_CAPS if (found := getattr(config, name, None))), None)
     embedding = base.get_input_embeddings()
     return Head(
         weight=weight,

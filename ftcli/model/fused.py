@@ -95,8 +95,8 @@ SharedKeys = MutableMapping[str, tuple[Tensor, Tensor]]
 
 
 class Beside(NamedTuple):
-    """What a layer's call has beside hidden states, a mask and a rotation: its own input (B, S, P), and where layers
-    that share keys and values put and find them.
+    """Arguments of a layer's call beside hidden states, a mask and a rotation: its own input (B, S, P), and where
+    layers that share keys and values put and find them.
     """
 
     layer_input: Tensor | None = None
@@ -606,7 +606,7 @@ def residual_dropout(half: Any) -> float:
 
 
 def position_scale(family: Family, attention: Any) -> Callable[[Tensor], Tensor] | None:
-    """What queries are multiplied by at a position, (B or 1, S) -> (B or 1, S) in float32; None where nothing is.
+    """Factors of queries by their position, (B or 1, S) -> (B or 1, S) in float32; None without any.
 
     1 + beta * log(1 + floor(position / original_max_position_embeddings)), as Llama-4 and Ministral-3 have it.
     """

@@ -143,7 +143,7 @@ def remember_start(model: Any) -> None:
 
 
 def start_of(model: Any) -> Sequence[tuple[Tensor, Tensor]]:
-    """What is trained of a model, each with what it held at the start that was noted; empty where none was."""
+    """The trained parameters of a model with their values at the start that was noted; empty where none was."""
     found: Sequence[tuple[Tensor, Tensor]] = getattr(model, _START, ())
     return found
 

@@ -111,7 +111,7 @@ class FusedDeltaLayer(FusedDecoderLayer):
             return self._mixed(joined, starts), passed
 
     def _mixed(self, joined: Tensor, starts: Tensor | None) -> Tensor:
-        """What enters the net (B, S, W) -> its output (B, S, Hv * V)."""
+        """The net's input (B, S, W) -> its output (B, S, Hv * V)."""
         return delta_net(joined, *self._parts(), starts=starts, backend=self._backend)
 
     def _generated(self, joined: Tensor, cached: StateCache) -> Tensor:
@@ -189,8 +189,8 @@ class FusedLatentLayer(FusedDecoderLayer):
         return attended[..., : self._latent.value_dim].reshape(*hidden_states.shape[:-1], -1), passed
 
     def _parts(self, joined: Tensor, packs: LayerPacks) -> tuple[Tensor, Tensor, Tensor]:
-        """What the input gave (B, S, W) -> queries (B, S, Hq * D); the latent of keys and values (B, S, C) before its
-        norm; the shared key (B, S, R), which is not rotated yet.
+        """The input's projection (B, S, W) -> queries (B, S, Hq * D); the latent of keys and values (B, S, C) before
+        its norm; the shared key (B, S, R), which is not rotated yet.
         """
         latent = self._latent
         q, kv, shared = torch.split(joined, [latent.entering[0], *latent.kept], dim=-1)

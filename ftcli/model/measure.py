@@ -380,7 +380,9 @@ def _telling(layer: nn.Module) -> tuple[object, ...]:
 
 
 def _kind(value: object) -> object:
-    """What bytes may depend on: of a factor, which may be another one in each layer (DiffLlama), whether it is 0."""
+    """The part of a value that bytes may depend on: of a factor, which may be another one in each layer (DiffLlama),
+    whether it is 0.
+    """
     return (float, value != 0) if isinstance(value, float) else value
 
 

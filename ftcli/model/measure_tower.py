@@ -44,7 +44,7 @@ _OF_BACKWARD = 0.3
 
 
 def measured_tower(question: Question) -> MeasuredTower:
-    """What the tower and the projector of ``question.parts`` take; measured once.
+    """Bytes of the tower and the projector of ``question.parts``; measured once.
 
     Raises FtcliError as :func:`ftcli.plan.measured.measured_model`.
     """
@@ -120,7 +120,7 @@ def _built(question: Question, raw: JsonObject) -> Any:
 
 
 def _trained(model: Any) -> TrainedParameters:
-    """What is trained beside the language model."""
+    """Parameters that are trained beside the language model."""
     kind = TABLE[base_of(model).config.model_type]
     named = [(name, p) for name, p in base_of(model).named_parameters() if p.requires_grad]
     sizes: Sequence[torch.Size] = [p.shape for name, p in named if kind.part_of(name) in ("projector", "vision")]

@@ -310,7 +310,7 @@ class QuantizedLayer:
 
 
 def has_coarse_products(model: nn.Module) -> bool:
-    """Whether products of some layers are coarser than the compute dtype."""
+    """True if products of some layers are coarser than the compute dtype."""
     return any(isinstance(m, QuantizedLinear) and m.tolerance is not None for m in model.modules())
 
 

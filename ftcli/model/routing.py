@@ -1,4 +1,4 @@
-"""What the routers of a mixture of experts choose: read from transformers' outputs, and held while passes are compared.
+"""Choices of the routers of a mixture of experts: read from transformers' outputs, and held while passes are compared.
 
 A router's input that is rounded otherwise sends a few tokens elsewhere, where scores are nearly equal. Two passes that
 are to be compared would differ by whole experts, and nothing would be wrong.
@@ -133,7 +133,7 @@ class RouterBalance:
         self.ledger.counted = counted.reshape(-1).float()
 
     def closed(self, states: HiddenStates) -> tuple[HiddenStates, Tensor]:
-        """What comes from the last layer, for the loss to read, and the auxiliary loss with its coefficient."""
+        """The last layer's output, for the loss to read, and the auxiliary loss with its coefficient."""
         tensor, loss = _Closing.apply(self.ledger, states.tensor)  # type: ignore[no-untyped-call]
         return replace(states, tensor=tensor), self.coefficient * loss
 
@@ -147,7 +147,7 @@ class RouterBalance:
 
 
 class _Ledger:
-    """What routers have noted: counts and sums, (L, E) each; which tokens count, (T,), and the loss's gradient."""
+    """Notes of routers: counts and sums, (L, E) each; which tokens count, (T,), and the loss's gradient."""
 
     def __init__(self, layers: int, experts: int, top: int, device: torch.device) -> None:
         self.top = top

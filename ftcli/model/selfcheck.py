@@ -409,7 +409,7 @@ def check_head(model: PreTrainedModel, input_ids: Sequence[int], plan: DtypePlan
 
 
 def _fails_alike(model: PreTrainedModel, ids: Tensor, error: Exception) -> bool:
-    """Whether transformers' own model of the same config fails with the same words, or by the same line of its code,
+    """True if transformers' own model of the same config fails with the same words, or by the same line of its code,
     where it has no memory: no device, dtype or quantization plays a part there.
     """
     outline = hollow(model.config, attn_implementation=model.config._attn_implementation).eval()

@@ -1,7 +1,7 @@
-"""What a model sees: its tower on the images of a micro-batch, and the language model's input with that in its places.
+"""Images in a model: its tower on the images of a micro-batch, and the language model's input with that in its places.
 
-The tower is transformers' own and runs once for all images of a micro-batch. Where nothing of it is trained it leaves
-nothing behind for backward.
+The tower runs once for all images of a micro-batch. It is transformers' own, but for those of which nothing is trained
+and that the table has other code for; these leave nothing behind for backward.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ftcli.model.attention import is_ours
 from ftcli.tables import code_of
 from ftcli.tables.images import TABLE
 
@@ -24,14 +25,16 @@ if TYPE_CHECKING:
 
 #: Where the batch holds the places of what was seen, (N,) int64 into its (B * S) tokens.
 PLACES = "image_places"
+#: What a tower's code reads on the host: a copy of it on the device would have to be waited for.
+READ_BY_HOST = ("image_grid_thw",)
 #: Tensors that image processors make.
 _OF_PROCESSORS = ("pixel_values", "image_grid_thw", "image_sizes", "image_position_ids")
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What towers saw in N places: ``features`` (N, H), read in place of the tokens' embeddings; and what is added to
-    the output of the first layers, (N, H) each.
+    """Features of towers for N places: ``features`` (N, H), read in place of the tokens' embeddings; and what is added
+    to the output of the first layers, (N, H) each.
     """
 
     features: Tensor
@@ -68,9 +71,10 @@ def taken_apart(inputs: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[s
 def see(base: PreTrainedModel, ids: Tensor, given: Mapping[str, Tensor]) -> SeenInputs:
     """Runs the tower on ``given``, what :func:`taken_apart` found, for tokens ``ids`` (B, S)."""
     model: Any = base.model
-    tower: TowerOf = code_of(TABLE[base.config.model_type].tower)
+    row, trained = TABLE[base.config.model_type], trains_tower(base)
+    tower: TowerOf = code_of(row.frozen if row.frozen and not trained and is_ours(base) else row.tower)
     places, embedding = given[PLACES], base.get_input_embeddings()
-    with nullcontext() if trains_tower(base) else torch.no_grad():
+    with nullcontext() if trained else torch.no_grad():
         seen = tower(model, given)
     # An id of images may lie beyond the vocabulary; what is looked up in its place is not read, but by layers' inputs.
     padding = base.config.get_text_config().pad_token_id or 0
@@ -105,7 +109,8 @@ def attend_in_tower(base: Any) -> None:
 def qwen(model: Any, given: Mapping[str, Tensor]) -> Seen:
     """Qwen's: merged patches of all images in one row; Qwen3-VL adds what some layers of the tower see."""
     visual = model.visual
-    seen = visual(given["pixel_values"].to(visual.dtype), grid_thw=given["image_grid_thw"], return_dict=True)
+    pixels = given["pixel_values"].to(visual.dtype)
+    seen = visual(pixels, grid_thw=given["image_grid_thw"].to(pixels.device), return_dict=True)
     return Seen(seen.pooler_output, tuple(getattr(seen, "deepstack_features", None) or ()))
 
 
@@ -155,20 +160,20 @@ def example_of_qwen(config: Any, images: int, side: int) -> dict[str, Tensor]:
 
 
 def example_of_gemma3(config: Any, images: int, side: int) -> dict[str, Tensor]:
-    """As Gemma-3's gives them."""
+    """Inputs as Gemma-3's processor gives them."""
     edge = side * config.vision_config.patch_size
     return {"pixel_values": torch.zeros(images, 3, edge, edge)}
 
 
 def example_of_gemma4(config: Any, images: int, side: int) -> dict[str, Tensor]:
-    """As Gemma-4's gives them."""
+    """Inputs as Gemma-4's processor gives them."""
     place = torch.cartesian_prod(torch.arange(side), torch.arange(side)).flip(-1)
     pixels = torch.zeros(images, side**2, 3 * config.vision_config.patch_size**2)
     return {"pixel_values": pixels, "image_position_ids": place.expand(images, -1, -1)}
 
 
 def example_of_mistral3(config: Any, images: int, side: int) -> dict[str, Tensor]:
-    """As Mistral-3's gives them."""
+    """Inputs as Mistral-3's processor gives them."""
     edge = side * config.vision_config.patch_size
     sizes = torch.tensor([[edge, edge]] * images)
     return {"pixel_values": torch.zeros(images, 3, edge, edge), "image_sizes": sizes}

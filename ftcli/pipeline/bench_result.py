@@ -5,9 +5,8 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
-from ftcli.config.recipe import Recipe
 from ftcli.facts.flops import StepFlops, step_flops
 from ftcli.plain import FLATTENED, JsonObject
 from ftcli.plan.batches import Batches, Layout
@@ -30,9 +29,8 @@ class BenchOptions:
     Attributes:
         batch: Rows of a step, or pairs of them where the recipe learns from pairs.
         prompt: Tokens of a pair's prompt; None: a third of its shorter row.
-        lengths: Where the lengths of rows come from (:func:`ftcli.data.lengths.lengths_of`); None: all have ``seq``.
+        lengths: What the lengths of rows are drawn from (``lognormal:MEAN,SIGMA``); None: all have ``seq``.
         steps: Timed steps after the first; with 0 the first is reported.
-        evaluation: Time `ftcli eval` instead of training: a step is one batch, forward only.
     """
 
     batch: int | None = None
@@ -42,7 +40,6 @@ class BenchOptions:
     layers: int | None = None
     steps: int = 10
     profile: bool = False
-    evaluation: bool = False
 
     def prompt_of(self, tokens: int) -> int:
         """Tokens of the prompt of a pair whose shorter row has so many."""
@@ -100,7 +97,7 @@ class SeveralGpus:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Measurements of training steps or of evaluation batches; the latter have fewer.
+    """Measurements of training steps.
 
     Attributes:
         profile, gpu_time: The kernels of one step by time, and how long the GPU worked, where a step was profiled.
@@ -111,7 +108,7 @@ class Measured:
 
     timing: Timing = field(metadata=FLATTENED)
     computing: TimedTokens = field(metadata=FLATTENED)
-    device_memory: DeviceMemory | None = field(metadata=FLATTENED)
+    device_memory: DeviceMemory = field(metadata=FLATTENED)
     matmul_tflops: float
     profile: list[ProfiledKernel] | None
     gpu_time: GpuTime | None
@@ -166,7 +163,6 @@ class BenchResult:
     """The answer of `ftcli bench`: the run, its measurements, and the numbers to compare them with."""
 
     recipe: str
-    mode: Literal["training", "evaluation"]
     model: str
     device: str
     dtype: str
@@ -265,13 +261,6 @@ def flops_of(
     )
 
 
-def operations_per_token(flops: StepFlops | None, recipe: Recipe, options: BenchOptions) -> float | None:
-    """Operations per token of a training step, or of evaluation."""
-    if flops is None:
-        return None
-    return _forward(flops, recipe) if options.evaluation else flops.total
-
-
 def predicted_memory(report: PreflightReport, options: BenchOptions) -> PredictedMemory:
     """The memory estimate; none of fewer layers than the model has."""
     memory = report.memory
@@ -280,13 +269,7 @@ def predicted_memory(report: PreflightReport, options: BenchOptions) -> Predicte
     return PredictedMemory(memory.total_bytes, memory.allocated_bytes if report.device.kind == "cuda" else None)
 
 
-def _forward(flops: StepFlops, recipe: Recipe) -> float:
-    """Operations per token of the forward pass, out of a training step's."""
-    passes = 2.0 if recipe.lora is not None else 3.0  # a frozen weight has no gradient of its own
-    return (flops.linear + flops.head) / passes + flops.adapters / 3.0 + flops.attention * 2.0 / 7.0
-
-
-def stored_rate(flops: StepFlops | None, report: PreflightReport, options: BenchOptions) -> StoredRate:
+def stored_rate(flops: StepFlops | None, report: PreflightReport) -> StoredRate:
     """The rate of this machine's products of weights as they are stored, and the share of a step that runs at it."""
     recipe = report.recipe
     products = quantizations.row(recipe.quantization.method).products
@@ -301,12 +284,7 @@ def stored_rate(flops: StepFlops | None, report: PreflightReport, options: Bench
 
     rate = code_of(products.measure_rate)(device_of(report)) / 1e12
     # What checkpointing runs again is linear layers for the most part.
-    share = (
-        flops.linear / 2.0 / _forward(flops, recipe)
-        if options.evaluation
-        else (flops.linear + flops.recompute) / flops.total
-    )
-    return StoredRate(recipe.quantization.method, rate, share)
+    return StoredRate(recipe.quantization.method, rate, (flops.linear + flops.recompute) / flops.total)
 
 
 def arithmetic_bound(

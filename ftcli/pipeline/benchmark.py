@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from ftcli.config.load import LoadedRecipe
 from ftcli.config.recipe import Recipe
 from ftcli.config.training import LoggingConfig
-from ftcli.data.lengths import Lengths, lengths_of
+from ftcli.errors import FtcliError, Origin
 from ftcli.pipeline import bench_result
 from ftcli.pipeline.bench_result import BenchOptions, BenchResult, Measured
 from ftcli.pipeline.launch import launched, over_ranks
 from ftcli.plain import JsonObject
-from ftcli.preflight.checks.context import Command
 from ftcli.preflight.report import PreflightReport
 from ftcli.preflight.stages import checked
 from ftcli.reporting import Session
@@ -35,6 +36,13 @@ if TYPE_CHECKING:
 
 #: The method whose steps are timed where the recipe's own are not.
 _SUPERVISED = "sft"
+#: A row of one token has none that is predicted.
+SHORTEST = 2
+_LOGNORMAL = "lognormal:"
+_LONGEST = 10**9
+
+#: Makes so many lengths in tokens, from 2 to the longest (longer ones are cut), of a seed: a function of these alone.
+Lengths = Callable[[int, int, int], list[int]]
 
 
 def bench(loaded: LoadedRecipe, session: Session, options: BenchOptions) -> BenchResult:
@@ -46,8 +54,8 @@ def bench(loaded: LoadedRecipe, session: Session, options: BenchOptions) -> Benc
 def bench_step(
     loaded: LoadedRecipe, session: Session, options: BenchOptions, group: RankGroup | None = None
 ) -> BenchResult:
-    """Times ``options.steps`` training steps (or evaluation batches) after the first, on random weights of the recipe's
-    true shape; without any, the first (``first_step_only``). The ranks of ``group`` take as many each by itself before.
+    """Times ``options.steps`` training steps after the first, on random weights of the recipe's true shape; without
+    any, the first (``first_step_only``). The ranks of ``group`` take as many each by itself before.
 
     The bound is tokens/s over (matmul rate / operations per token), with the rate measured on this machine and the
     operations counted by :mod:`ftcli.facts.flops`. Products of weights as they are stored count at their own rate.
@@ -58,17 +66,13 @@ def bench_step(
     report = _of_first_layers(report, options, left_out)
     recipe = report.recipe
     sizes = _sizes(recipe, options, mix)
-    if options.evaluation:
-        measured = _measure_evaluation(report, session, options, sizes)
-    else:
-        measured = _measure(report, session, options, sizes, group)
-        if (reason := without_graphs(loaded.recipe, recipe)) is not None:
-            measured = replace(measured, cuda_graphs=reason)
+    measured = _measure(report, session, options, sizes, group)
+    if (reason := without_graphs(loaded.recipe, recipe)) is not None:
+        measured = replace(measured, cuda_graphs=reason)
     flops = _with_reference(bench_result.flops_of(report, options, sizes, left_out), report, sizes, options)
-    stored = bench_result.stored_rate(flops, report, options)
+    stored = bench_result.stored_rate(flops, report)
     return BenchResult(
         recipe=str(loaded.path),
-        mode="evaluation" if options.evaluation else "training",
         model=recipe.model.name_or_path,
         device=report.device.name,
         dtype=report.dtypes.compute,
@@ -82,12 +86,32 @@ def bench_step(
         stored=stored,
         predicted=bench_result.predicted_memory(report, options),
         bound=bench_result.arithmetic_bound(
-            bench_result.operations_per_token(flops, recipe, options),
+            None if flops is None else flops.total,
             measured.timing.tokens_per_second,
             measured.matmul_tflops,
             stored,
         ),
     )
+
+
+def lengths_of(text: str) -> Lengths:
+    """``lognormal:MEAN,SIGMA``; the mean is that of the lengths before any cut. Raises FtcliError FT157 (exit 2)."""
+    try:
+        mean, sigma = (float(part) for part in text.removeprefix(_LOGNORMAL).split(","))
+        sound = text.startswith(_LOGNORMAL) and SHORTEST <= mean <= _LONGEST and 0.0 <= sigma <= 4.0  # NaN is not
+    except ValueError:
+        sound = False
+    if not sound:
+        message = f"{text!r} names no mean of at least {SHORTEST} tokens, and a sigma from 0 to 4"
+        help = "write lognormal:MEAN,SIGMA, as in lognormal:380,0.8"
+        raise FtcliError.single("FT157", message, origin=Origin("--lengths"), help=help)
+    around = math.log(mean) - sigma**2 / 2
+
+    def drawn(count: int, longest: int, seed: int) -> list[int]:
+        found = np.random.default_rng(seed).lognormal(around, sigma, count)
+        return [int(length) for length in np.clip(np.rint(found), SHORTEST, longest)]
+
+    return drawn
 
 
 def without_graphs(asked: Recipe, timed: Recipe) -> str | None:
@@ -100,19 +124,18 @@ def without_graphs(asked: Recipe, timed: Recipe) -> str | None:
 
 def _checked(loaded: LoadedRecipe, session: Session, options: BenchOptions) -> PreflightReport:
     """Preflight of what is timed."""
-    method, timed = methods.row(loaded.recipe.train.method), _timed(loaded.recipe, options)
+    method, timed = methods.row(loaded.recipe.train.method), _timed(loaded.recipe)
     if method.name != timed:
         title = methods.row(timed).title
         session.reporter.info(f"what is timed are steps of {title} at this batch, not of {method.title}")
     shortened = replace(loaded, recipe=bench_recipe(loaded.recipe, options))
-    command: Command = "bench --eval" if options.evaluation else "bench"
     prompt = options.prompt_of(shortened.recipe.data.max_seq_len)
-    report = checked(shortened, session, command, prompt_tokens=prompt)
+    report = checked(shortened, session, "bench", prompt_tokens=prompt)
     plan = report.plan
-    if options.lengths is None and plan.trains and plan.graphed and not plan.wholly_graphed:
+    if options.lengths is None and plan.graphed and not plan.wholly_graphed:
         # All micro-batches are of the largest size, which no graph takes.
         shortened = replace(shortened, recipe=shortened.recipe.changed({"train.cuda_graphs": False}))
-        report = checked(shortened, session, command, prompt_tokens=prompt)
+        report = checked(shortened, session, "bench", prompt_tokens=prompt)
     if report.checkpointing.requested == "auto":
         session.reporter.info(f"gradient_checkpointing: {report.checkpointing}")
     return report
@@ -138,17 +161,16 @@ def _of_first_layers(report: PreflightReport, options: BenchOptions, left_out: i
     return replace(report, memory=replace(report.memory, graph_pool_bytes=pool))
 
 
-def _timed(recipe: Recipe, options: BenchOptions) -> str:
-    """The method whose steps are timed. Evaluation is that of supervised fine-tuning."""
-    name = recipe.train.method
-    return name if methods.row(name).timed and not options.evaluation else _SUPERVISED
+def _timed(recipe: Recipe) -> str:
+    """The method whose steps are timed."""
+    return recipe.train.method if methods.row(recipe.train.method).timed else _SUPERVISED
 
 
 def bench_recipe(recipe: Recipe, options: BenchOptions) -> Recipe:
     """The recipe with random weights, the bytes tokenizer and as many steps as are timed, and nothing but these: what
     is not evaluated is not in the memory estimate either.
     """
-    method = _timed(recipe, options)
+    method = _timed(recipe)
     own = method == recipe.train.method
     batch = options.batch or recipe.train.per_device_train_batch_size
     changes: JsonObject = {
@@ -165,12 +187,10 @@ def bench_recipe(recipe: Recipe, options: BenchOptions) -> Recipe:
         "train.lr_scheduler_kwargs": {},
         "logging": LoggingConfig(every_steps=options.steps + 1),
         "eval.every_steps": None,
-        "eval.per_device_eval_batch_size": batch,
         "eval.tasks": (),
         "checkpoint.every_steps": None,
+        "data.eval": (),
     }
-    if not options.evaluation:
-        changes["data.eval"] = ()
     if not own:
         changes |= dict.fromkeys(methods.sections())
     elif recipe.preference is not None:
@@ -204,7 +224,7 @@ def _begin_alone(recipe: Recipe) -> bool:
 
 
 def _sizes(recipe: Recipe, options: BenchOptions, mix: Lengths | None) -> list[int]:
-    """Tokens of each row that is trained or evaluated."""
+    """Tokens of each row that is trained."""
     rows = _rows(recipe) * _steps(recipe, options) * recipe.launch.row_shares
     longest = recipe.data.max_seq_len
     return [longest] * rows if mix is None else mix(rows, longest, recipe.run.seed)
@@ -222,7 +242,7 @@ def _with_reference(
     reward model has no head, and compares with nothing.
     """
     recipe = report.recipe
-    if flops is None or report.plan.method.unit == 1 or options.evaluation:
+    if flops is None or report.plan.method.unit == 1:
         return flops
     if report.plan.method.classifier:
         return replace(flops, head=0.0)
@@ -343,44 +363,3 @@ def _train(
     with job.reporter.progress(None, what):
         loop.run(None)
     return loop
-
-
-def _measure_evaluation(
-    report: PreflightReport, session: Session, options: BenchOptions, sizes: Sequence[int]
-) -> Measured:
-    """The loss of `ftcli eval`: the frozen model on the kernels, no gradients, the head in chunks."""
-    import torch
-
-    from ftcli.evaluate.suite import Evaluator
-    from ftcli.job import open_job
-    from ftcli.pipeline.evaluation import freeze_on_kernels
-    from ftcli.train.assembly import build_trainable
-    from ftcli.train.bench import measure_matmul_rate, synthetic_rows
-    from ftcli.train.watch import peak_memory_bytes
-
-    job = open_job(report, session)
-    batch = job.recipe.train.per_device_train_batch_size
-    rate = measure_matmul_rate(job.device, getattr(torch, job.dtypes.compute))
-    model = build_trainable(job, num_layers=options.layers)
-    rows = synthetic_rows(sizes, job.vocab_size, job.recipe.run.seed)
-    kernels = freeze_on_kernels(job, model, rows)
-    evaluator = Evaluator(job, rows)
-    if job.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(job.device)
-    seconds = []
-    for step in range(options.steps + 1):
-        began = time.perf_counter()
-        evaluator.loss_of(model, rows[step * batch : (step + 1) * batch])  # waits for the device: it gives numbers
-        seconds.append(time.perf_counter() - began)
-    micro_batches, steady = bench_result.timed_batches(sizes, batch, options), seconds[1:] or seconds
-    return Measured(
-        timing=bench_result.timing(micro_batches, seconds[0], steady, options, peak_memory_bytes()),
-        computing=bench_result.timed_tokens(micro_batches, job.batches(model), steady),
-        device_memory=None,
-        matmul_tflops=rate / 1e12,
-        profile=None,
-        gpu_time=None,
-        kernels=kernels.summary(),
-        self_check=kernels.self_check,
-        cuda_graphs="nothing is trained",
-    )

@@ -283,7 +283,7 @@ def _look(looking: RowSurvey, report: PreflightReport, tokenizer: PreTrainedToke
 
 
 def _look_at_all(looking: RowSurvey, report: PreflightReport, table: TokenTable) -> list[NotMade]:
-    """What training says of its rows together, such as labels that are all alike."""
+    """Findings of training on its rows together, such as labels that are all alike."""
     from ftcli.train.on_rows import row_method
 
     method = row_method(report.plan.method)

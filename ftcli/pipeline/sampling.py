@@ -35,7 +35,7 @@ NUM_GENERATIONS = 8
 
 
 def sample_recipe(loaded: LoadedRecipe, session: Session, run_dir: Path | None, options: SampleOptions) -> SampleResult:
-    """Draws, judges and writes; goes on where a run with the same settings was stopped.
+    """Draws, judges and writes; resumes where a run with the same settings was stopped.
 
     Raises FtcliError FT159 (exit 2) for options that contradict each other, FT284 for a recipe without a judge, FT773
     where the folder holds samples of something else; FT763, FT725, FT735, FT749 for a run as `ftcli eval`; whatever

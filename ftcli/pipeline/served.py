@@ -112,7 +112,7 @@ class Comparer:
         return Comparison("other", count * same // max(len(mine), 1), count, 0.0)
 
     def leaves(self, theirs: Sequence[int], own: Sequence[int]) -> str:
-        """Where a server's prompt leaves the trained one, in words."""
+        """Describes the place at which a server's prompt leaves the trained one."""
         at = _common(theirs, own)
         texts = (self._tokenizer.decode(list(ids)) for ids in (own[max(at - 8, 0) : at], theirs[at:][:8], own[at:][:8]))
         before, one, other = (str(text) for text in texts)
@@ -344,7 +344,7 @@ class Diagnosis:
         return self._compared(self.evidence.answers(changed), self.evidence.chat)
 
     def _first_other_prompt(self) -> str:
-        """Where the server's first prompt leaves the trained one, where it tells its tokens."""
+        """Describes the place at which the server's first prompt leaves the trained one, where it tells its tokens."""
         pairs = zip(self.evidence.prompts, self.evidence.own, strict=False)
         return next(
             (self._comparer.leaves(theirs, own.prompt) for theirs, own in pairs if tuple(theirs) != own.prompt), ""

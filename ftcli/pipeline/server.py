@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import http.client
 import json
-import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Sequence
-from contextlib import closing
 from dataclasses import dataclass
 
 from ftcli.errors import FtcliError, Origin, first_line
-from ftcli.judges.endpoint import NoRedirect
+from ftcli.judges.endpoint import REFUSED, NoRedirect, answered
 from ftcli.plain import JsonMap, JsonObject, is_number, map_in, maps
 from ftcli.rows.row import Message, Switches
 
-_MOST_BYTES = 32 << 20
-#: A server on a CPU takes minutes for its first answer.
-_TIMEOUT = 600.0
+#: Seconds for a whole answer, for which a server on a CPU takes minutes, and for what a server knows without its model.
+_TIMEOUT, _AT_ONCE = 600.0, 60.0
+#: A number from here on is no token id.
+_MOST_TOKENS = 1 << 31
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +85,7 @@ class Server:
         if name is not None and (name in names or f"{name}:latest" in names):
             return name
         listed = ", ".join(names) or "none"
-        problem = f"serves no model {name}" if name is not None else "serves several models, and none is named"
+        problem = f"serves no model {name}" if name is not None else "does not serve one model, and none is named"
         help = f"name one with --model: {listed}" if names else "start it with the exported model"
         origin = Origin("command line" if name is None else f"--model {name}")
         raise FtcliError.single("FT791", f"{self.url} {problem}; it has {listed}", origin=origin, help=help)
@@ -126,8 +125,8 @@ class Server:
             found = self._ask(f"{self._root}/tokenize", asked).get("tokens")
         except (Refused, FtcliError):
             return None
-        whole = isinstance(found, list) and bool(found) and all(isinstance(token, int) for token in found)
-        return found if whole else None
+        told = found if isinstance(found, list) else []
+        return told if told and all(type(token) is int and 0 <= token < _MOST_TOKENS for token in told) else None
 
     def unusable(self, message: str) -> FtcliError:
         """FT790 (exit 2), about this server."""
@@ -150,18 +149,17 @@ class Server:
         sent = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(url, sent, self._headers)  # noqa: S310 - http(s), looked at above
         try:
-            with self._opener.open(request, timeout=_TIMEOUT) as answer:
-                found = json.loads(answer.read(_MOST_BYTES))
-        except urllib.error.HTTPError as error:
-            with closing(error):
-                said = _reason(error.read(20_000))
-            if error.code in (401, 403):
-                message = f"{url} answers {error.code}: {said}"
-                help = "export the server's key as a variable, and name that with --api-key-env"
-                raise FtcliError.single("FT791", message, origin=Origin("--api-key-env"), help=help) from error
-            raise Refused(error.code, said) from error
-        except (OSError, http.client.HTTPException) as error:  # also what urllib makes of a name that is not known
+            status, _, said = answered(self._opener, request, _TIMEOUT if url.endswith("/completions") else _AT_ONCE)
+        except (OSError, http.client.HTTPException, ValueError) as error:  # also of a name or an address that is none
             raise self.unusable(f"{url} cannot be reached: {first_line(error)}") from error
+        if status in (401, 403):
+            message = f"{url} answers {status}: {_reason(said)}"
+            help = "export the server's key as a variable, and name that with --api-key-env"
+            raise FtcliError.single("FT791", message, origin=Origin("--api-key-env"), help=help)
+        if status >= REFUSED:
+            raise Refused(status, _reason(said))
+        try:
+            found = json.loads(said)
         except (ValueError, RecursionError) as error:
             raise self.unusable(f"{url} does not answer with JSON: {first_line(error)}") from error
         return found if isinstance(found, dict) else {}
@@ -188,7 +186,7 @@ def _reason(body: bytes) -> str:
     try:
         told = json.loads(text)
     except (ValueError, RecursionError):
-        return first_line(ValueError(text))
+        return first_line(ValueError(text.strip() or "nothing"))
     error = told.get("error", told) if isinstance(told, dict) else told
     found = (error.get("message") or error.get("detail")) if isinstance(error, dict) else error
     return first_line(ValueError(str(found or text)))

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from ftcli.pipeline.served import ChannelResult, Comparison, Diagnosis, Fault
     from ftcli.train.assembly import Model
 
-#: Answers that differ and are shown.
-_SHOWN = 3
+#: Answers that differ and are shown, and the characters of one: a server may say anything.
+_SHOWN, _MOST_SHOWN = 3, 4000
 #: Rows that are read for each prompt that is asked: some have tools or images, or are asked already.
 _READ = 4
 
@@ -214,7 +214,7 @@ class _Checking:
             ("tokens", diagnosis.given, diagnosis.evidence.given),
         )
         return [
-            DifferentAnswer(way, self._asked[at].text, str(decode(list(own.tokens))), served[at].whole)
+            DifferentAnswer(way, self._asked[at].text, str(decode(list(own.tokens))), served[at].whole[:_MOST_SHOWN])
             for way, found, served in ways
             for at, (one, own) in enumerate(zip(found, diagnosis.evidence.own, strict=False))
             if not one.agrees

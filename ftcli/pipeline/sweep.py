@@ -1,7 +1,7 @@
 """`ftcli sweep`: every combination of settings as a run of its own, one after another or one for each GPU.
 
 Each run is a process, started by whoever reads the environment (:data:`Start`), so that one that fails, diverges or is
-killed takes nothing with it. A sweep keeps no state of its own: what is finished, and where an interrupted run goes on,
+killed takes nothing with it. A sweep keeps no state of its own: what is finished, and where an interrupted run resumes,
 is in the run directories. All combinations go through preflight before the first one starts; at the end the runs stand
 side by side, and the best one is named.
 """

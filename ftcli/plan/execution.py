@@ -220,6 +220,9 @@ def _batches(recipe: Recipe, facts: ModelFacts, masked: AttentionChoice, layers:
     apart = why_prompts_apart(recipe, facts, work) if of_pairs else None
     shares = of_pairs and apart is None
     found = choose_batches(recipe.data.padding_free, takes_rows=refusal, masked_densely=densely, shares_prompts=shares)
+    if work == "train":  # whatever is checkpointed: the same batches, and so the same bits
+        graphed = most_graph_tokens(recipe, facts, checkpointed=False)
+        found = replace(found, few_up_to=max(found.few_up_to, graphed or 0))
     if not of_pairs:
         return found
     told = "once" if found.shares_prompts else "with each answer" if apart is None else f"with each answer ({apart})"
@@ -451,14 +454,16 @@ def _trained_products(recipe: Recipe, dtypes: DtypePlan, device: DeviceFacts, el
 MOST_OPERATIONS = 6e12
 
 
-def most_graph_tokens(recipe: Recipe, facts: ModelFacts) -> int | None:
-    """Tokens of the largest micro-batch whose launches the host is too slow for; None where the shape is not known."""
+def most_graph_tokens(recipe: Recipe, facts: ModelFacts, *, checkpointed: bool = True) -> int | None:
+    """Tokens of the largest micro-batch whose launches the host is too slow for; None where the shape is not known.
+    ``checkpointed``: under the recipe's policy; without any they are the most.
+    """
     train = recipe.train
     flops = step_flops(
         facts,
         recipe.lora,
         seq_len=recipe.data.max_seq_len,
-        gradient_checkpointing=train.checkpointing,
+        gradient_checkpointing=checkpointed and train.checkpointing,
         uncheckpointed_layers=train.uncheckpointed_layers,
     )
     if flops is None or facts.shape is None:

@@ -1,4 +1,4 @@
-"""What is measured of a model where nothing is computed from a description: its sizes, and its layers' bytes.
+"""Measurements of a model that has no description: its sizes, and its layers' bytes.
 
 The model is built without memory and run on tensors without memory (:mod:`ftcli.model.measure`), which imports torch
 and transformers and takes seconds. This module has the values, and asks for them.
@@ -24,7 +24,7 @@ from ftcli.tables.images import TrainedPart
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What is asked about a model; hashable, so that it is measured once.
+    """A question about a model; hashable, so that it is measured once.
 
     Attributes:
         config: The content of config.json, as JSON.
@@ -172,7 +172,7 @@ def measured_model(question: Question) -> MeasuredModel:
 def question_of(
     recipe: Recipe, facts: ModelFacts, dtypes: DtypePlan, execution: Execution, *, trains: bool, classifier: bool
 ) -> Question:
-    """What a setup wants to know."""
+    """The question that a setup has."""
     settings = recipe.grpo if trains else None
     longest = recipe.data.max_seq_len
     if settings is not None:

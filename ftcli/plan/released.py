@@ -58,7 +58,9 @@ def compressed_fp8(config: JsonMap) -> str | None:
 
 
 def block_of(config: JsonMap) -> Block | None:
-    """What shares a scale in files in eight bits; None where config.json does not say it in a way that is known."""
+    """The block that shares a scale in files in eight bits; None where config.json does not say it in a way that is
+    known.
+    """
     stated = _stated(config)
     if stated.get("quant_method") == "fp8":
         return _block(stated.get("weight_block_size", (128, 128)), whole=True)
@@ -98,6 +100,6 @@ def _in_words(block: Block | None) -> str | None:
 
 
 def _stated(config: JsonMap) -> JsonMap:
-    """What a config.json says of quantization."""
+    """The quantization that a config.json states."""
     stated = config.get("quantization_config")
     return stated if isinstance(stated, Mapping) else {}

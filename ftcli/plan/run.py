@@ -211,7 +211,7 @@ class RunPlan:
 
     @cached_property
     def tower(self) -> MeasuredTower | None:
-        """What is trained beside the language model, as it is measured; None where nothing is."""
+        """Measurements of the parts that are trained beside the language model; None without any."""
         if not self.trains or self.recipe.model.train == LANGUAGE:
             return None
         return measured_tower(

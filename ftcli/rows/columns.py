@@ -137,7 +137,7 @@ def other_method(fields: JsonObject) -> tuple[str, str] | None:
 
 
 def has_label(fields: JsonObject) -> bool:
-    """Whether a column that KTO reads calls the row's answer good or bad."""
+    """True if a column that KTO reads calls the row's answer good or bad."""
     return any(str(fields.get(name)).strip().lower() in GOOD | BAD for name in _READ_AS_LABEL)
 
 

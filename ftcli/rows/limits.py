@@ -148,7 +148,7 @@ class Allowance:
         self._stopped: str | None = None
 
     def run(self, characters: int, write: Callable[[], Written], conversations: int = 1) -> Written:
-        """What ``write`` renders of conversations of so many characters together, within the time that is left.
+        """Calls ``write``, which renders conversations of so many characters together, within the time that is left.
 
         A template that several conversations stopped may be run again: which of them it was is not known.
 

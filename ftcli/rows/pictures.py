@@ -45,7 +45,7 @@ _USUAL = ("RGB", "RGBA", "L", "LA", "P", "PA", "1")
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """What an image's header says: ``width`` and ``height`` as it is shown, ``bytes`` of its file, and what is ``done``
+    """Facts of an image's header: ``width`` and ``height`` as it is shown, ``bytes`` of its file, and what is ``done``
     with it (turned, first_frame, converted, misnamed).
     """
 
@@ -56,7 +56,7 @@ class Picture:
 
 
 def place_of(source: ImageSource, folder: str | None) -> Path | None:
-    """Where the file of an image lies; None for one whose content the row holds.
+    """The path of an image's file; None for one whose content the row holds.
 
     Raises Misfit for a path that leads out of the row's folder, or to nothing.
     """
@@ -79,7 +79,7 @@ def place_of(source: ImageSource, folder: str | None) -> Path | None:
 
 
 def look_at(source: ImageSource, folder: str | None) -> Picture:
-    """What the header says of a file that is whole. Raises Misfit for everything that cannot be trained on."""
+    """Reads the header of a file that is whole. Raises Misfit for everything that cannot be trained on."""
     path = place_of(source, folder)
     name = "the image in the row" if path is None else f"image {source.path!r}"
     held = len(source.content or b"") if path is None else path.stat().st_size

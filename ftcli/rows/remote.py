@@ -232,7 +232,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def client_errors(row: stores.Store) -> tuple[type[Exception], ...]:
-    """What a storage's client raises where something cannot be read or written."""
+    """Exceptions that a storage's client raises where something cannot be read or written."""
     kinds: list[type[Exception]] = [OSError, ValueError]
     for reference in row.errors:
         with contextlib.suppress(ImportError, AttributeError):

@@ -20,10 +20,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ftcli.errors import ExitCode, Finding, FtcliError, first_line
+from ftcli.errors import ExitCode, Finding, FtcliError, first_line, is_out_of_memory
 from ftcli.plain import JsonObject
 from ftcli.ranks import Place, lost_name, sign_name
-from ftcli.run.out_of_memory import is_out_of_memory
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store

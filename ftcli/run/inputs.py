@@ -219,9 +219,9 @@ def require_same_inputs(previous: JsonMap, now: Inputs) -> None:
             Finding(
                 "FT731",
                 "the training rows give different token ids or labels than when this run began, though no file, "
-                f"setting or template has changed (sha256 {before[:12]} -> {now.tokens_sha256[:12]}): the tokenizer or "
-                "a library must have changed",
-                help=f"restore the tokenizer and the library versions of manifest.json: {_REMEDY}",
+                f"setting or template has changed (sha256 {before[:12]} -> {now.tokens_sha256[:12]}): the "
+                "tokenizer, a library or an image must have changed",
+                help=f"restore the tokenizer, the library versions of manifest.json and the images: {_REMEDY}",
             )
         )
     if findings:

@@ -66,7 +66,7 @@ class Mirror:
         path = self._run.path
         with self._answering("read"):
             index = self._index()
-        if index is None or is_locked(path):  # a run that goes on here is refused by its lock
+        if index is None or is_locked(path):  # a run that resumes here is refused by its lock
             return
         ours = self._is_ours(index)
         if resume == "never" or (resume != "auto" and not ours):

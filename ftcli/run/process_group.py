@@ -442,7 +442,7 @@ def _joined(place: Place, told: Path, seconds: float) -> TCPStore:
 
 
 def gather_bytes(group: RankGroup, where: str, mine: bytes) -> list[bytes]:
-    """What each rank has, on all of them; called by all at the same place, whose first seven letters name it.
+    """Gathers each rank's bytes on all of them; called by all at the same place, whose first seven letters name it.
 
     Raises PeerFailed or RankLost as :meth:`RankGroup.agree`.
     """

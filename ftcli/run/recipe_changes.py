@@ -106,7 +106,7 @@ def recipe_changes(old_yaml: str, new_yaml: str) -> tuple[ChangedKey, ...]:
 
 
 def _parts(key: str, old: Any, new: Any) -> tuple[str, ...]:
-    """What has changed of a list of maps, such as the sources of ``data.train``: values of its items, or items that
+    """Changes in a list of maps, such as the sources of ``data.train``: values of its items, or items that
     have come and gone; nothing for other values.
     """
     if not all(isinstance(each, list) and each and all(isinstance(i, Mapping) for i in each) for each in (old, new)):
@@ -126,7 +126,7 @@ def _parts(key: str, old: Any, new: Any) -> tuple[str, ...]:
 
 
 def _name(item: Mapping[str, Any]) -> str:
-    """What people know an item of a list by."""
+    """The name that people know an item of a list by."""
     return next((str(item[name]) for name in ("path", "name", "use") if item.get(name)), _show(dict(item)))
 
 

@@ -11,7 +11,7 @@ file                  holds
 ====================  ==================================================================================
 
 Prompts come in groups of a fixed size, whose lines are appended together. What a killed process has left of a group is
-taken away, so that the files of a run that goes on are those of one that was never stopped.
+taken away, so that the files of a resumed run are those of one that was never stopped.
 """
 
 from __future__ import annotations

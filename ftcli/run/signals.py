@@ -173,7 +173,7 @@ class StopRequest:
             raise self._stopped_in(phase)
 
     def over(self) -> None:
-        """What could be stopped is complete: the first signal after that changes nothing."""
+        """Says that what could be stopped is complete: the first signal after that changes nothing."""
         self._over = True
 
     @contextlib.contextmanager

@@ -50,7 +50,7 @@ class FinishedTraining:
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """Content of status.json. ``exit_code`` is None while the run goes on; ``resumable``: the same command again goes
+    """Content of status.json. ``exit_code`` is None while the run lasts; ``resumable``: the same command again goes
     on with it; ``resumed_from``: the checkpoint this process started from; ``earlier_seconds``: what the processes
     before it took; ``trained`` is there as soon as adapter/ or model/ is complete.
 

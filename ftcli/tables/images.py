@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 #: What ``model.train`` may name.
@@ -23,6 +23,8 @@ class ImageTokens:
             rows and columns of tokens that an image has.
         tower: Code: a function of a model and the tensors of the image processor that gives what each layer of the
             language model reads of all images (:class:`ftcli.model.vision.Seen`).
+        frozen: Code: the same as ``tower``, faster, where nothing of it is trained and layers are on the kernels; None
+            where there is none.
         example: Code: a function of transformers' config, a number of images and the patches of their sides that gives
             tensors for ``tower``.
         settles: Code: a function of an image processor and config.json that sets what transformers' processor of the
@@ -47,6 +49,7 @@ class ImageTokens:
     grid: str
     tower: str
     example: str
+    frozen: str | None = None
     written: str | None = None
     settles: str | None = None
     ends: tuple[str, str] | None = None
@@ -83,14 +86,15 @@ _QWEN = ImageTokens(
     vision=("visual",),
     projector=("visual.merger", "visual.deepstack_merger_list"),
 )
+_QWEN3 = replace(_QWEN, frozen="ftcli.model.qwen_tower:qwen3")
 
 #: By ``model_type`` of the whole checkpoint.
 TABLE: Mapping[str, ImageTokens] = {
     "qwen2_5_vl": _QWEN,
-    "qwen3_vl": _QWEN,
-    "qwen3_vl_moe": _QWEN,
-    "qwen3_5": _QWEN,
-    "qwen3_5_moe": _QWEN,
+    "qwen3_vl": _QWEN3,
+    "qwen3_vl_moe": _QWEN3,
+    "qwen3_5": _QWEN3,
+    "qwen3_5_moe": _QWEN3,
     "gemma3": ImageTokens(
         placeholder="<start_of_image>",
         token="<image_soft_token>",  # noqa: S106 - a token of a vocabulary

@@ -44,7 +44,7 @@ TABLE: Mapping[str, Store] = {"s3": _S3, "gs": _GS, "gcs": _GS, "https": _HTTP, 
 
 
 def scheme_of(path: str) -> str | None:
-    """What stands before `://`, where a row has it; None for every other path."""
+    """The scheme before `://`, where a row has it; None for every other path."""
     scheme, separator, _ = path.partition("://")
     return scheme if separator and scheme in TABLE else None
 
@@ -56,5 +56,5 @@ def of(path: str) -> Store | None:
 
 
 def names(*, mirrors: bool = False) -> tuple[str, ...]:
-    """What may stand before `://`; with ``mirrors``, where checkpoints may be written."""
+    """Schemes that may stand before `://`; with ``mirrors``, those where checkpoints may be written."""
     return tuple(name for name, row in TABLE.items() if row.mirrors or not mirrors)

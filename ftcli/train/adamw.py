@@ -37,7 +37,7 @@ class AdamW(Optimizer):
     Args:
         params: Parameters or groups of them.
         rounding: How a new value is rounded to the parameter's dtype. What is drawn for stochastic rounding depends on
-            the step and on the parameter's place among all: a run that goes on draws what it would have drawn.
+            the step and on the parameter's place among all: a resumed run draws what it would have drawn.
             Parameters in float32 are not rounded.
     """
 

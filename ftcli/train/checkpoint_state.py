@@ -21,11 +21,10 @@ import torch
 from transformers.trainer import OPTIMIZER_NAME, SCALER_NAME, SCHEDULER_NAME
 from transformers.trainer_pt_utils import safe_globals
 
-from ftcli.errors import FtcliError, first_line
+from ftcli.errors import FtcliError, first_line, is_out_of_memory
 from ftcli.plain import JsonObject
 from ftcli.run.atomic import read_text
 from ftcli.run.checkpoint import STATE_NAME, TRAINER_STATE
-from ftcli.run.out_of_memory import is_out_of_memory
 from ftcli.train.evaluation import BestEvaluation
 
 if TYPE_CHECKING:
@@ -48,7 +47,7 @@ class LogWindow:
         self._since: float | None = None
 
     def start(self) -> None:
-        """Training goes on."""
+        """Starts the clock: training resumes."""
         self._since = time.perf_counter()
 
     def stop(self) -> None:

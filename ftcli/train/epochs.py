@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Unpack
 
 import torch
@@ -13,6 +15,7 @@ from ftcli.data.order import STREAM, Epochs
 from ftcli.data.tokens import TokenizedRow
 from ftcli.errors import Origin
 from ftcli.plain import JsonObject
+from ftcli.run.metrics import MetricsLine
 from ftcli.train.checkpoint_state import Progress, draw_of_epoch
 from ftcli.train.loop import Objective, StepMonitor
 from ftcli.train.parallel import MicroBatch, TokenCounts
@@ -41,7 +44,7 @@ class EpochObjective(Objective):
         self._group, self._stack, self._sequence = group, parts["stack"], sequence
         self._model, self._device, self._dtypes = model, job.device, job.dtypes
         train, shares = job.recipe.train, 1 if sequence is None else sequence.parts
-        self._alone = group is None
+        self._alone, self._pixels = group is None, job.pixel_reader()
         self._rank, self._ranks = (0, 1) if group is None else (group.rank // shares, group.size // shares)
         self._size, self._accumulation = train.per_device_train_batch_size, train.gradient_accumulation_steps
         self.use(epochs)
@@ -49,7 +52,7 @@ class EpochObjective(Objective):
     def use(self, epochs: Epochs) -> None:
         """Trains on these epochs, or on this window of a stream, from here on."""
         self._epochs, self._epoch = epochs, 0 if epochs.stream is None else epochs.stream.number
-        self._order = self.order(self._epoch)
+        self._order, self._next = self.order(self._epoch), 0
         self._turns = len(self._order)
         self.steps_per_epoch = -(-self._turns // self._accumulation)
 
@@ -89,14 +92,27 @@ class EpochObjective(Objective):
         for units in self._order[first : first + self._accumulation]:
             blank = units[0] == self._epochs.units  # the unit after the last one stands for a batch without labels
             found.append(self.micro_batch([0] if blank else units, blank=blank))
+        self._next = first + self._accumulation
         return found
 
-    def upcoming(self, step: int) -> list[int]:
-        """The units of this rank's next step after the one that follows ``step`` finished ones, within the epoch."""
-        begun = 0 if self._epochs.stream is None else self._epochs.stream.first_step
-        first = ((step - begun) % self.steps_per_epoch + 1) * self._accumulation
-        units = [unit for some in self._order[first : first + self._accumulation] for unit in some]
-        return [unit for unit in units if unit != self._epochs.units]
+    def launched(self, number: int) -> None:
+        """Begins to read the images of the next step's micro-batch of this number. Threads that read take Python's lock
+        by turns: any earlier, this one's launches would wait for them, and the device for its launches.
+        """
+        if self._pixels is not None and self._next + number < len(self._order):
+            units = self._order[self._next + number]
+            self._pixels.ahead([] if units[0] == self._epochs.units else [self.documents(units)])
+
+    def documents(self, units: Sequence[int]) -> list[TokenizedRow]:
+        """The rows of these units in turn."""
+        return [tokens for unit in units for tokens in self._epochs.members(unit)]
+
+    def metrics(self) -> MetricsLine:
+        """With images, the seconds for which steps waited for them since the last line."""
+        if self._pixels is None or not self._pixels.waited:
+            return {}
+        waited, self._pixels.waited = self._pixels.waited, 0.0
+        return {"image_wait_seconds": waited}
 
     def state(self) -> JsonObject:
         """Of a stream, where its window began."""
@@ -181,10 +197,6 @@ class SummedObjective(EpochObjective):
         self._counts = self._sequence is None or self._sequence.part == 0
         self._sums = StepSums(name, width, job.device, self._group)
 
-    def documents(self, units: Sequence[int]) -> list[TokenizedRow]:
-        """The rows of these units in turn."""
-        return [tokens for unit in units for tokens in self._epochs.members(unit)]
-
     def counted_batch(
         self, inputs: dict[str, Tensor], units: Sequence[int], counts: TokenCounts, *, blank: bool
     ) -> MicroBatch:
@@ -218,3 +230,30 @@ class SummedObjective(EpochObjective):
 
     def restore(self, state: JsonObject, progress: Progress) -> None:
         self._sums.restore(state)
+
+
+@dataclass(frozen=True, slots=True)
+class RunSteps:
+    """The steps of a run: how many there are, of so many units each over all ranks, and of an epoch."""
+
+    total: int
+    of_epoch: int
+    units: int
+
+
+def steps_of(job: Job, epochs: Epochs, group: RankGroup | None) -> RunSteps:
+    """The steps that the loop takes."""
+    train, ranks = job.recipe.train, 1
+    if group is not None:
+        ranks = group.size // job.recipe.launch.context_parallel_size
+    units = train.per_device_train_batch_size * ranks * train.gradient_accumulation_steps
+    of_epoch = math.ceil(len(epochs) / units)
+    return RunSteps(train.max_steps or math.ceil(train.num_train_epochs * of_epoch), of_epoch, units)
+
+
+def seen_units(epochs: Epochs, steps: RunSteps) -> tuple[Sequence[int], bool]:
+    """The units that training sees, and whether it sees some of them more than once."""
+    if steps.total >= steps.of_epoch:
+        return range(epochs.units), steps.total > steps.of_epoch or len(epochs) > epochs.units
+    seen = epochs.order(0)[: steps.total * steps.units]
+    return sorted(set(seen)), len(set(seen)) < len(seen)

@@ -229,7 +229,7 @@ def _pairs(before: Sequence[JudgedRow], after: Sequence[JudgedRow], task: str | 
 
 
 def _shown(row: JudgedRow) -> tuple[ShownImage, ...] | None:
-    """What the row shows, made small for the report."""
+    """The row's images, made small for the report."""
     if row.pictures is None:
         return None
     from ftcli.data.pixels import small

@@ -9,16 +9,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ftcli.config.recipe import Recipe
-from ftcli.errors import ExitCode, FtcliError
+from ftcli.errors import ExitCode, FtcliError, is_out_of_memory
 from ftcli.plain import FLATTENED
 from ftcli.run.completions import Completions
 from ftcli.run.metrics import read_metrics
-from ftcli.run.out_of_memory import is_out_of_memory
 from ftcli.run.report.card import write_card
 from ftcli.run.status import FinishedTraining, TrainingSummary
 from ftcli.tables.methods import measures, method_of
-from ftcli.train.context import RunContext, has_room_to_save, let_go, out_of_memory_in_training, with_checkpoint
+from ftcli.train.context import RunContext
 from ftcli.train.lifecycle import add_to_manifest, raise_if_stopped
+from ftcli.train.out_of_memory import has_room_to_save, let_go, out_of_memory_in_training, with_checkpoint
 from ftcli.train.progress import StepProgress, TrainingRows, tell_start, tell_warm_ups
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from ftcli.config.data import DatasetConfig
 from ftcli.config.load import LoadedRecipe
 from ftcli.config.recipe import Recipe
 from ftcli.config.yaml import dump_recipe
-from ftcli.errors import ExitCode, Finding, FtcliError
+from ftcli.errors import ExitCode, Finding, FtcliError, is_out_of_memory
 from ftcli.facts.licence import licence_of
 from ftcli.judges import files_of
 from ftcli.plain import JsonMap, JsonObject, plain
@@ -47,7 +47,6 @@ from ftcli.run.loggers import OpenLoggers
 from ftcli.run.manifest import build_manifest
 from ftcli.run.metrics import MetricsWriter
 from ftcli.run.mirror import Mirror
-from ftcli.run.out_of_memory import is_out_of_memory
 from ftcli.run.report import LiveReport, write_report
 from ftcli.run.report.card import write_card
 from ftcli.run.resume import OpenedRun, open_run
@@ -185,7 +184,7 @@ def _mirrored(recipe: Recipe, session: Session, stop: StopRequest) -> Iterator[M
             yield mirror
         except StopNow:
             raise
-        except BaseException:  # the run goes on elsewhere from what it ended with
+        except BaseException:  # the run resumes elsewhere from what it ended with
             with stop.held():
                 _finish_warning(mirror, session)
             raise
@@ -204,7 +203,7 @@ def _finish_warning(mirror: Mirror, session: Session) -> None:
 
 
 def _evaluates_again(opened: OpenedRun) -> bool:
-    """True if the step that the run goes on from is evaluated again: training is over, or a stop has left it out of the
+    """True if the step that the run resumes from is evaluated again: training is over, or a stop has left it out of the
     checkpoint. A run that was killed after that may have logged it already.
     """
     if opened.trained is not None or opened.resume_from is None:
@@ -217,7 +216,7 @@ def _evaluates_again(opened: OpenedRun) -> bool:
 
 
 def unheld_inputs(opened: OpenedRun, previous: JsonMap) -> list[Finding]:
-    """FT770 where a run goes on and its manifest does not say what it began with."""
+    """FT770 where a run resumes and its manifest does not say what it began with."""
     if not opened.resume_step:
         return []
     inputs = previous.get("inputs")
@@ -471,7 +470,7 @@ def micro_batches(recipe: Recipe) -> int:
 
 
 def with_its_batch(report: PreflightReport, previous: JsonMap, session: Session) -> PreflightReport:
-    """A run that goes on with another number of processes accumulates so much that its steps stay what they were.
+    """A run that resumes with another number of processes accumulates so much that its steps stay what they were.
 
     Raises:
         FtcliError: FT737 (exit 2) where that cannot be done.
@@ -495,7 +494,7 @@ def with_accumulation(report: PreflightReport, count: int) -> PreflightReport:
 
 
 def lead(group: RankGroup, context: RunContext | None) -> None:
-    """Tells the other ranks how the run goes on."""
+    """Tells the other ranks how the run resumes."""
     if context is None:
         group.publish(_TOLD, {"complete": True})
         return

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ftcli.errors import Origin
 from ftcli.model.trained_weights import load_weights, save_weights
+from ftcli.model.vision import READ_BY_HOST
 from ftcli.plain import JsonObject
 from ftcli.plan.memory.terms import BACKWARD, EVALUATION, FORWARD, STEP, Phase
 from ftcli.run.completions import ScoredCompletion
@@ -88,6 +89,9 @@ class Objective(ABC):
 
     def begin(self, step: int) -> None:
         """The step after ``step`` finished ones begins; :meth:`undo` goes back to here."""
+
+    def launched(self, number: int) -> None:
+        """The step's micro-batch of this number, from 0, is on its way on the device; the host has time meanwhile."""
 
     def reduced(self) -> None:
         """All ranks' gradients of this step are added up; the optimizer follows."""
@@ -328,6 +332,7 @@ class TrainingLoop:
             with self.parallel.exchanging():
                 self.parallel.before_micro_batch(last=len(losses) == len(batches) - 1)
                 losses.append(self._forward_backward(batch, divisors))
+            self.objective.launched(len(losses) - 1)
         self._add_losses(self.parallel.reduce(losses), total.rows)
         self.tokens_seen += counts.real
         self.window.tokens += counts.real
@@ -347,7 +352,8 @@ class TrainingLoop:
         self.phase, self._rows = FORWARD, batch.rows
         ids = batch.inputs.get("input_ids")
         self.batch_shape = None if ids is None else tuple(ids.shape)
-        inputs = {name: self._on_device(value) for name, value in batch.inputs.items()}
+        given = batch.inputs.items()
+        inputs = {name: value if name in READ_BY_HOST else self._on_device(value) for name, value in given}
         loss = self.objective.loss(inputs, divisors)
         del inputs
         if not self.parallel.active:

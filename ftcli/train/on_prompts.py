@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PromptsResult:
-    """What such a command answers: the run, and the score of each held-out task before and after training."""
+    """The answer of such a command: the run, and the score of each held-out task before and after training."""
 
     fitted: FinishedRun = field(metadata=FLATTENED)
     before: Mapping[str, float] = field(metadata=NAMED)
@@ -57,7 +58,7 @@ class PromptMethod(ABC):
 
     @abstractmethod
     def training_rows(self, recipe: Recipe, prompts: int) -> TrainingRows:
-        """What a run of so many prompts trains on, for the summary at its start."""
+        """The training rows of a run of so many prompts, for the summary at its start."""
 
     @abstractmethod
     def prepare(self, job: Job, prompts: Sequence[RenderedPrompt]) -> None:
@@ -117,7 +118,7 @@ def _train(session: Session, context: RunContext, method: PromptMethod) -> Promp
         model = _policy(context, job, prompts)
         other = method.load_other(job, _as_tokens(job, prompts[: assembly.LOOKED_AT]), group)
     if context.leads:
-        inputs = assembly.inputs_of(job, model, read)
+        inputs = assembly.inputs_of(job, model, read, images_digest(prompts))
         keep_inputs(context, inputs if other is None else replace(inputs, asked=other))
     before = _before(context, evaluator, model)
 
@@ -170,7 +171,7 @@ def _policy(context: RunContext, job: Job, prompts: Sequence[RenderedPrompt]) ->
 
 
 def _before(context: RunContext, evaluator: Evaluator, model: Any) -> Mapping[str, TaskResult]:
-    """Scores of the tasks before training: a run that goes on reads those that it wrote, and forgets completions of
+    """Scores of the tasks before training: a resumed run reads those that it wrote, and forgets completions of
     steps that are made again.
     """
     before: Mapping[str, TaskResult] = {}
@@ -195,6 +196,14 @@ def _prompts(job: Job, method: PromptMethod) -> list[RenderedPrompt]:
     for warning in warnings:
         job.reporter.finding(warning)
     return asked
+
+
+def images_digest(prompts: Sequence[RenderedPrompt]) -> str | None:
+    """SHA-256 of what the prompts' images hold, which is in no file of rows where they are named by a path; None where
+    there are none.
+    """
+    found = "".join(image.content_digest for one in prompts for image in one.images)
+    return hashlib.sha256(found.encode()).hexdigest() if found else None
 
 
 def _as_tokens(job: Job, asked: Sequence[RenderedPrompt]) -> list[TokenizedRow]:

@@ -50,8 +50,8 @@ if TYPE_CHECKING:
 
 
 class ObjectiveParts(TypedDict):
-    """What an objective gets beside its job, model and epochs: the ranks that train together, the decoder layers as one
-    function where all are on the kernels, and this rank's part of each row where ranks share rows.
+    """An objective's arguments beside its job, model and epochs: the ranks that train together, the decoder layers as
+    one function where all are on the kernels, and this rank's part of each row where ranks share rows.
     """
 
     group: RankGroup | None
@@ -75,11 +75,11 @@ class RowMethod(ABC):
         """Makes the epochs of training; reports what there is to say of the data."""
 
     def findings(self, recipe: Recipe, table: TokenTable) -> Iterator[Finding]:
-        """What there is to say of the training rows together. Raises FtcliError where nothing can be learned."""
+        """Findings on the training rows together. Raises FtcliError where nothing can be learned."""
         return iter(())
 
     def held_out_findings(self, before: Mapping[str, float], after: Mapping[str, float]) -> Iterator[Finding]:
-        """What there is to say of the trained model, by held-out measures (``before``: what was measured then)."""
+        """Findings on the trained model, by held-out measures (``before``: what was measured then)."""
         return iter(())
 
     @abstractmethod
@@ -90,7 +90,7 @@ class RowMethod(ABC):
     def objective(
         self, job: Job, model: Any, epochs: Epochs, reference: Any, **parts: Unpack[ObjectiveParts]
     ) -> Objective:
-        """What the loop trains ``model`` on."""
+        """The objective that the loop trains ``model`` on."""
 
     def build(
         self,
@@ -285,7 +285,7 @@ def answers_of_other(
     held_out: Sequence[TokenizedRow],
     group: RankGroup | None = None,
 ) -> Answered[Any] | None:
-    """What the model that the method asks before the trained one is loaded has answered; None where it asks none."""
+    """The answers of the model that the method asks before the trained one is loaded; None where it asks none."""
 
     def ask(of_other: Job, model: Any) -> Any:
         return method.ask_other(of_other, model, epochs, held_out, group)
@@ -369,7 +369,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class Answered(Generic[_T]):
-    """What another model has answered, and the identity of its files."""
+    """Another model's answers, and the identity of its files."""
 
     found: _T
     inputs: Inputs
@@ -382,7 +382,7 @@ def answered(
     held_out: Sequence[TokenizedRow],
     group: RankGroup | None,
 ) -> Answered[_T] | None:
-    """What the model that the method asks answers; None where it asks none, or nothing. All ranks call this; they are
+    """The answers of the model that the method asks; None where it asks none, or nothing. All ranks call this; they are
     connected then.
 
     Args:

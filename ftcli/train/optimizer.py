@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 def is_better(value: float, best: float, threshold: float, *, relative: bool) -> bool:
-    """Whether ``value`` is less than ``best`` by more than the threshold, or by that share of its size, of any sign.
+    """True if ``value`` is less than ``best`` by more than the threshold, or by that share of its size, of any sign.
 
     torch and transformers multiply the best by 1 - threshold, which lies above a negative best: an evaluation that
     repeats it would count as better, and the rate would never fall. Scores of tasks are such numbers, since what is

@@ -29,7 +29,7 @@ from typing import Any, Literal
 from common import GIB, RECIPES, TINY_STEP, Answer, Table, bench, ftcli, parser, require_device, settings
 from rows import UNTRAINED, loaded, write_prompts, write_texts
 
-Kind = Literal["train", "grpo", "bench", "evaluation"]
+Kind = Literal["train", "grpo", "bench"]
 #: A prediction may be wrong by this share of what was measured ...
 MARGIN = 0.10
 #: ... or by this many bytes, whichever is more: two of cuBLAS' workspaces, a matter of the tiny recipes alone.
@@ -48,8 +48,8 @@ _BATCHES, _PROMPTS = {"train": 4, "eval": 1}, {"train": 8, "eval": 8}
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One measurement. ``kind``: ``train`` and ``grpo`` run the recipe's command, ``bench`` and ``evaluation`` run
-    `ftcli bench` without and with --eval, on ``batch`` rows of ``seq`` tokens.
+    """One measurement. ``kind``: ``train`` and ``grpo`` run the recipe's command, ``bench`` runs `ftcli bench` on
+    ``batch`` rows of ``seq`` tokens.
     """
 
     name: str
@@ -62,7 +62,7 @@ class Case:
     @property
     def settings(self) -> tuple[str, ...]:
         """All that is set."""
-        if self.kind in ("bench", "evaluation"):
+        if self.kind == "bench":
             return (*_EAGER, *self.overrides)
         return (*UNTRAINED, *(_GRPO if self.kind == "grpo" else (*_TRAIN, *_EAGER)), *self.overrides)
 
@@ -79,11 +79,9 @@ def recipe_cases() -> list[Case]:
 
 
 def _case(recipe: str, batch: int, seq: int, policy: str, *overrides: str) -> Case:
-    """A case of the grid; the policy ``evaluation`` evaluates."""
+    """A case of the grid."""
     what = [text.removeprefix("quantization.method=").removeprefix("model.") for text in overrides]
     name = ", ".join([recipe, f"{batch} x {seq}", policy, *what])
-    if policy == "evaluation":
-        return Case(name, recipe, "evaluation", overrides, batch, seq)
     return Case(name, recipe, "bench", (f"train.gradient_checkpointing={policy}", *overrides), batch, seq)
 
 
@@ -103,13 +101,11 @@ def grid_cases() -> list[Case]:
         _case("llama3.1-8b", 1, 2048, "offload", _NF4, _R8),
         _case("llama3.1-8b", 2, 4096, "selective", _FP8),
         _case("llama3.1-8b", 1, 4096, "true", _OFF),
-        _case("llama3.1-8b", 4, 4096, "evaluation"),
         _case("gemma2-9b", 1, 4096, "false", _R64),
         _case("gemma2-9b", 4, 2048, "offload"),
         _case("gemma2-9b", 1, 8192, "offload", _NF4),
         _case("gemma2-9b", 2, 1024, "selective", _FP8, _R8),
         _case("gemma2-9b", 1, 1024, "false", _OFF),
-        _case("gemma2-9b", 2, 4096, "evaluation", _NF4),
         _case("qwen3-8b", 2, 2048, "false", _R8),
         _case("qwen3-8b", 1, 4096, "true", _FP8, _R64),
         _case("qwen3-8b", 4, 4096, "offload", _NF4),
@@ -118,7 +114,6 @@ def grid_cases() -> list[Case]:
         _case("gemma2-2b", 1, 4096, "selective", "lora=null", "train.pure_bf16=true"),
         _case("bitnet-2b", 4, 2048, "false", _FUSED),
         _case("bitnet-2b", 4, 4096, "true", _FUSED),
-        _case("bitnet-2b", 4, 4096, "evaluation"),
         Case("mistral-7b-grpo, completions of 64, two steps", "mistral-7b-grpo", "grpo", short),
     ]
 
@@ -171,7 +166,7 @@ class Used:
 def measure(case: Case, device: str, gpus: int) -> dict[str, Any]:
     """A case's row: bytes predicted and measured, or what went wrong."""
     with Used() as used:
-        if case.kind in ("bench", "evaluation"):
+        if case.kind == "bench":
             answer, predicted, total, peak = _by_bench(case, device, gpus)
         else:
             answer, predicted, total, peak = _by_command(case)
@@ -187,7 +182,6 @@ def measure(case: Case, device: str, gpus: int) -> dict[str, Any]:
 def _by_bench(case: Case, device: str, gpus: int) -> tuple[Answer, int | None, int | None, int | None]:
     words = ["--steps", "1", "--batch", str(case.batch), "--seq", str(case.seq), *settings(*case.settings)]
     words += TINY_STEP if device == "cpu" else ()
-    words += ["--eval"] if case.kind == "evaluation" else []
     words += ["--gpus", str(gpus)] if gpus > 1 else []
     answer = bench(case.recipe, *words)
     found = answer.result

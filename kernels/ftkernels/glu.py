@@ -353,7 +353,7 @@ def lora_tile(operation: str, shared_memory: int, rank: int, down_rank: int, ele
 
     def fits(tile: Tile) -> bool:
         # At most: every tile that the column loop loads, once a stage, and the operands that stay. Compilers need 0.6
-        # to 0.9 of it; `kernels/bench/offline.py` holds every GPU's compilation against what that GPU has.
+        # to 0.9 of it; `tests/ops/compile_offline.py` holds every GPU's compilation against what that GPU has.
         staged = tile.stages * tile.columns * (loads * tile.rows + ranks)
         return element_bytes * (staged + tile.rows * (2 * rank + down_rank)) <= shared_memory
 

@@ -41,7 +41,7 @@ LARGEST_HEAD_SIZE = 512
 
 #: Features of keys and of values that the kernels of the delta rule take, and widths of the filter in front of it. With
 #: keys of 16 in float32 the gradients' kernels read beyond shared memory on Hopper: Triton's ptxas, 12.8, leaves
-#: registers unwritten (``unwritten`` in kernels/bench/offline.py).
+#: registers unwritten (``unwritten`` in tests/ops/compile_offline.py).
 DELTA_KEYS, DELTA_VALUES = (32, 64, 128), (16, 32, 64, 128)
 FILTER_WIDTHS = range(2, 9)
 

@@ -256,7 +256,7 @@ def backward_tile(shared_memory: int, head_size: int, rank: int, *, width: bool 
         )
 
     def fits(tile: Tile) -> bool:
-        # At least what Triton 3.7 takes for compute capabilities 8.0 to 9.0, by `kernels/bench/offline.py`.
+        # At least what Triton 3.7 takes for compute capabilities 8.0 to 9.0, by `tests/ops/compile_offline.py`.
         elements = 11 * tile.rows + 4 * rank if tile.stages > 1 else 2 * tile.rows + 2 * rank
         return padded * elements <= shared_memory and (tile.rows <= 16 or padded <= 32 * tile.warps)
 
@@ -394,7 +394,7 @@ def qkv_rope_forward(
 
 def rope_backward_tile(shared_memory: int, head_size: int, rank: int) -> Tile:
     """The backward's tile where a program can have ``shared_memory`` bytes: it grows with the adapters' padded rank."""
-    # What Triton 3.7 takes for compute capabilities 8.0 to 9.0 in half precision, by `kernels/bench/offline.py`.
+    # What Triton 3.7 takes for compute capabilities 8.0 to 9.0 in half precision, by `tests/ops/compile_offline.py`.
     padded = 2 * max(16, int(triton.next_power_of_2(head_size // 2)))
     return tile_for("qkv_rope_backward", lambda t: padded * (5 * t.rows + 4 * rank) <= shared_memory)
 

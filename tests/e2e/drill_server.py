@@ -17,6 +17,7 @@ import select
 import signal
 import socket
 import sys
+import tempfile
 import traceback
 from pathlib import Path
 from typing import Any
@@ -165,6 +166,7 @@ def _become(request: dict[str, Any], descriptors: list[int]) -> None:
         )
         os.environ.clear()
         os.environ.update(request["environment"])
+        tempfile.tempdir = None  # asked for anew, of this environment
         os.chdir(request["folder"])
         for number in (signal.SIGTERM, signal.SIGHUP):  # the tests themselves may run under nohup
             signal.signal(number, signal.SIG_DFL)

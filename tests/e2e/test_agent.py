@@ -58,7 +58,9 @@ def acting(narrow: User, monkeypatch: pytest.MonkeyPatch) -> User:
 
 def recipe(user: User, **change: Any) -> str:
     grpo = {**GRPO, "environment": {"file": str(user.folder / "box.py") + ":Box"}, **change.pop("grpo", {})}
-    train = {"max_steps": change.pop("steps", 1), "gradient_accumulation_steps": 1, "per_device_train_batch_size": 8}
+    # Each completion has an environment, which is a process of its own.
+    train = {"max_steps": change.pop("steps", 1), "gradient_accumulation_steps": 1}
+    train["per_device_train_batch_size"] = change.pop("completions", 4)
     template = str(asset("models", "tiny-agent") / "chat_template.jinja")
     data = {
         "train": [{"path": "bundled:smoke-agent-train", "max_rows": 12}], "eval": [], "chat_template": template,
@@ -69,7 +71,7 @@ def recipe(user: User, **change: Any) -> str:
 
 def test_rollouts_act_are_rewarded_and_go_on_alike(acting: User) -> None:
     """A checkpoint lies between two uses of the same rollouts."""
-    path = recipe(acting, steps=4)
+    path = recipe(acting, steps=4, completions=8)
     acting.done("grpo", path)
     lines = [line for line in acting.metrics("r") if "loss" in line]
     assert any(line["tools/call_frequency"] > 0 for line in lines if "tools/call_frequency" in line)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ftcli.data.lengths import lengths_of
-from ftcli.plan.batches import Batches, Layout
+from ftcli.pipeline.benchmark import lengths_of
+from ftcli.plan.batches import Layout
 from tests.e2e.conftest import User
 
 WORDS = ("--batch", "4", "--seq", "60", "--steps", "3")
@@ -21,20 +20,11 @@ def user(narrow: User) -> User:
 
 
 @pytest.mark.parametrize(("free", "layout"), [("auto", "padded"), ("true", "unpadded")])
-@pytest.mark.parametrize("evaluation", [False, True])
-def test_a_mix_of_lengths_is_laid_out_as_in_training_and_counted(
-    user: User, free: str, layout: Layout, evaluation: bool
-) -> None:
+def test_a_mix_of_lengths_is_laid_out_as_in_training_and_counted(user: User, free: str, layout: Layout) -> None:
     words = (*WORDS, "--lengths", "lognormal:20,0.8", "--set", f"data.padding_free={free}")
-    found = user.done("bench", user.recipe(), *words, *(["--eval"] if evaluation else []))
+    found = user.done("bench", user.recipe(), *words)
     assert (found["layout"], found["lengths"], found["steps"]) == (layout, "lognormal:20,0.8", 3)
     sizes = lengths_of("lognormal:20,0.8")(16, 60, 3)
-    if evaluation:  # training shuffles; its batches are looked at below
-        groups = [sizes[start : start + 4] for start in (4, 8, 12)]
-        shapes = [Batches(layout, "").shape(group) for group in groups]
-        assert found["real_tokens"] == sum(map(sum, groups))
-        assert found["computed_tokens"] == sum(rows * width for rows, width in shapes)
-        assert found["shapes"] == len(set(shapes))
     assert found["real_tokens"] < sum(sizes)
     assert found["filler_share"] == pytest.approx(1 - found["real_tokens"] / found["computed_tokens"])
     ratio = found["real_tokens"] / found["computed_tokens"]
@@ -64,15 +54,6 @@ def test_training_computes_what_it_says(user: User, monkeypatch: pytest.MonkeyPa
         assert len(seen) == 4  # the first one is not timed
         assert found["real_tokens"] == sum(real for real, _ in seen[1:])
         assert found["computed_tokens"] == sum(computed for _, computed in seen[1:])
-
-
-def test_measured_lengths(user: User, tmp_path: Path) -> None:
-    path = tmp_path / "lengths.txt"
-    path.write_text("7\n90\n")
-    found = user.done("bench", user.recipe(), *WORDS, "--lengths", str(path))
-    cut, rest = divmod(found["real_tokens"] - 12 * 7, 60 - 7)  # each of 12 rows has 7 tokens, or 60 of its 90
-    assert rest == 0
-    assert 0 < cut < 12
 
 
 def test_rows_of_one_length_have_no_filler_but_what_rounds_them_up(user: User) -> None:

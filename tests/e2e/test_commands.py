@@ -232,26 +232,16 @@ def test_bench_measures_the_real_step(user: User) -> None:
     assert not result["first_step_only"]
 
 
-@pytest.mark.parametrize("mode", [(), ("--eval",)], ids=["training", "evaluation"])
-def test_bench_of_the_first_step_alone(mode: tuple[str, ...], user: User) -> None:
+def test_bench_of_the_first_step_alone(user: User) -> None:
     """`--steps 0`, longer than the model's positions: a warning, and the first step is what is reported."""
     shape = ("--batch", "1", "--seq", "1100", "--layers", "1", "--steps", "0")
-    status, document = user.run("bench", user.recipe(), *mode, *shape)
+    status, document = user.run("bench", user.recipe(), *shape)
     assert status == 0
     assert ("FT301", "warning") in [(finding["code"], finding["severity"]) for finding in document["findings"]]
     result = document["result"]
     assert (result["steps"], result["first_step_only"]) == (0, True)
     assert result["step_ms"] == pytest.approx(1000 * result["first_step_seconds"])
     assert result["tokens_per_second"] == pytest.approx(1100 / result["first_step_seconds"])
-
-
-def test_bench_measures_evaluation(user: User) -> None:
-    recipe = user.recipe(model={"kernels": "reference"})
-    result = user.done("bench", recipe, "--eval", "--batch", "2", "--seq", "32", "--layers", "1", "--steps", "2")
-    assert (result["mode"], result["batch"], result["steps"]) == ("evaluation", 2, 2)
-    assert result["tokens_per_second"] == pytest.approx(2 * 32 / result["step_ms"] * 1000)
-    assert 0 < result["share_of_bound"] < 1
-    assert result["self_check"]["passed"]
 
 
 def small_grpo(user: User, name: str = "r", **change: Any) -> str:

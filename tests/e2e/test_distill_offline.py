@@ -16,9 +16,8 @@ from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM
 
 from ftcli.assets import asset
-from ftcli.data.tokens import TokenizedRow
+from ftcli.data.tokens import TokenizedRow, unit_digest
 from ftcli.methods.distill.stored import PartWriter
-from ftcli.methods.preference.cache import unit_digest
 from tests.e2e.conftest import User
 from tests.e2e.ranks import run_ranks
 from tests.e2e.resilience import Drills, require_same_weights
@@ -128,25 +127,25 @@ def test_rows_that_are_not_there_are_asked_and_no_others(narrow: User) -> None:
     assert sum(len(load_file(path)["rows"]) for path in parts()) == 14
 
 
-@pytest.mark.parametrize(
-    ("change", "status", "said"),
-    [
-        ({"distill": {"teacher_logprobs": None}}, 2, "is absent"),
-        ({"distill": {"teacher_logprobs": "nowhere", "teacher": None}}, 2, "holds no log-probabilities"),
-        ({"distill": {"temperature": 2.0}}, 2, "of another temperature: 1.0 there, 2.0 here"),
-        ({"distill": {"teacher_top_k": 6, "teacher": None}}, 2, "of another teacher_top_k: 5 there, 6 here"),
-        ({"distill": {"teacher_quantization": "nf4"}}, 2, "of another quantization"),
-    ],
-)  # fmt: skip
-def test_a_folder_of_something_else_is_refused(change: dict[str, Any], status: int, said: str, narrow: User) -> None:
+#: What is changed of the settings that the folder was made with, and what is said of it.
+OTHERS: list[tuple[dict[str, Any], str]] = [
+    ({"teacher_logprobs": None}, "is absent"),
+    ({"teacher_logprobs": "nowhere", "teacher": None}, "holds no log-probabilities"),
+    ({"temperature": 2.0}, "of another temperature: 1.0 there, 2.0 here"),
+    ({"teacher_top_k": 6, "teacher": None}, "of another teacher_top_k: 5 there, 6 here"),
+    ({"teacher_quantization": "nf4"}, "of another quantization"),
+]
+
+
+def test_a_folder_of_something_else_is_refused(narrow: User) -> None:
     distill = _distill(narrow)
     narrow.done("train", narrow.recipe("r", train={**TRAIN, "max_steps": 1}, data=DATA, distill=distill))
-    recipe = narrow.recipe("s", train=TRAIN, data=DATA, distill={**distill, **change["distill"]})
-    for command in ("check", "train"):
-        found, document = narrow.run(command, recipe)
-        assert found == status
-        assert _codes(document) == ["FT474"]
-        assert said in str(document["findings"])
+    for change, said in OTHERS:
+        recipe = narrow.recipe("s", train=TRAIN, data=DATA, distill={**distill, **change})
+        for command in ("check", "train"):
+            status, document = narrow.run(command, recipe)
+            assert (status, _codes(document)) == (2, ["FT474"]), change
+            assert said in str(document["findings"])
 
 
 @pytest.mark.parametrize("said", ["{", "[1]", '{"vocabulary": "x"}', '{"vocabulary": null, "teacher_top_k": 5}'])

@@ -23,24 +23,15 @@ from tests.unit.export.conftest import tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' and PEFT's remarks on some families
 
-#: Those with something of their own in saving, merging or sampling; the others have `make test-families`.
-TELLING = [
-    "gpt2",
-    "gemma3",
-    *further(
-        "gpt_oss",
-        "gemma4",
-        "gemma4_unified",
-        "gemma4_text",
-        "mixtral",
-        "qwen3_moe",
-        "qwen2_moe",
-        "deepseek_v3",
-        "opt",
-        "llama4_text",
-        "qwen3_5",
-    ),
-]
+#: For a test that asks nothing about memory, which takes longer than all else it does: layers of a family without a
+#: description run without memory, in each command's preflight. tests/unit/model/test_models_page.py has each family so,
+#: with adapters and in full.
+unmeasured = pytest.mark.usefixtures("_unmeasured")
+
+
+@pytest.fixture
+def _unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ftcli.model.measure._activations_or_reason", lambda question: (None, "not measured here"))
 
 
 def folder_of(model_type: str, path: Path, **change: Any) -> Path:
@@ -56,15 +47,22 @@ def recipe(user: User, base: Path, **change: Any) -> str:
         "train": {"max_steps": 2, "per_device_train_batch_size": 2, "learning_rate": 1e-2},
         "export": {"formats": ["safetensors"]},
     }
-    return user.recipe(**{**values, **change})
+    values |= change
+    values["train"] = {"gradient_checkpointing": False, **values["train"]}  # what fits, which is not always measured
+    return user.recipe(**values)
 
 
-@pytest.mark.parametrize("model_type", TELLING)
+@unmeasured
+@pytest.mark.parametrize("model_type", ["gpt2", "gemma3"])
 def test_trained_sampled_and_merged(model_type: str, user: User, tmp_path: Path) -> None:
-    """Issue 11, B2 and B4: sampling after training failed, and export refused what training had made."""
+    """Issue 11, B2 and B4: sampling after training failed, and export refused what training had made.
+
+    Every family, in all formats, has `make test-families`.
+    """
     through_train_eval_and_export(model_type, user, tmp_path)
 
 
+@unmeasured
 @pytest.mark.parametrize("method", ["nf4", *further("fp8")])
 @pytest.mark.parametrize("model_type", ["gemma3", *further("qwen3_moe", "glm4_moe_lite")])
 def test_on_a_quantized_base(model_type: str, method: str, user: User, tmp_path: Path) -> None:
@@ -75,6 +73,7 @@ def test_on_a_quantized_base(model_type: str, method: str, user: User, tmp_path:
     assert not [name for name in layers if "vision" in name or "multi_modal" in name]
 
 
+@unmeasured
 @pytest.mark.parametrize(
     ("model_type", "method"),
     [
@@ -144,6 +143,7 @@ def through_train_eval_and_export(
     assert not any(part in name for name in changed for part in frozen)
 
 
+@unmeasured
 @pytest.mark.parametrize("method", [*further("none", "nf4")])
 def test_a_mixture_beside_the_mlp(method: str, user: User, tmp_path: Path) -> None:
     """Gemma-4-26B's layers: experts and the MLP read the same, and both have adapters."""
@@ -154,6 +154,7 @@ def test_a_mixture_beside_the_mlp(method: str, user: User, tmp_path: Path) -> No
     assert all(entry["on"] for entry in table)
 
 
+@unmeasured
 @pytest.mark.parametrize("model_type", ["cohere", *further("qwen3_next", "mamba2", "olmoe", "gemma4")])
 def test_a_merge_in_bfloat16_is_held_to_what_was_trained(model_type: str, user: User, tmp_path: Path) -> None:
     """Issue 11: these carry a rounding on more than others, and their exports failed."""
@@ -187,6 +188,7 @@ def test_qwens_flat_config_is_read(method: str, user: User, tmp_path: Path) -> N
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items() if "visual" in name)
 
 
+@unmeasured
 @pytest.mark.parametrize(
     ("lora", "formats"),
     telling({"adapters": (True, ["safetensors", "fp8"]), "all weights": (False, ["safetensors"])}, "adapters"),
@@ -219,6 +221,7 @@ def test_heads_that_transformers_passes_over_are_in_what_is_exported(
                 assert set(index["weight_map"]) == set(found)
 
 
+@unmeasured
 @pytest.mark.parametrize("method", ["nf4", *further("none", "full")])
 def test_the_layer_for_further_tokens_goes_with_a_mixture(method: str, user: User, tmp_path: Path) -> None:
     """GLM-4.7-Flash's layer 47, whose experts are in files of their own as those of the others are."""
@@ -242,6 +245,7 @@ def test_the_layer_for_further_tokens_goes_with_a_mixture(method: str, user: Use
     assert not all(torch.equal(found[key], tensor) for key, tensor in stored.items())
 
 
+@unmeasured
 @pytest.mark.long
 @pytest.mark.parametrize("promised", [1, *further(0)])
 def test_that_a_checkpoints_heads_for_further_tokens_are_gone_with_its_base_is_said(
@@ -283,6 +287,7 @@ def test_that_a_checkpoints_heads_for_further_tokens_are_gone_with_its_base_is_s
     assert all("predict further tokens" in each and str(base) in each for each in said)
 
 
+@unmeasured
 @pytest.mark.parametrize("model_type", ["gemma3", *further("mixtral", "qwen3_moe")])
 def test_a_full_fine_tune_keeps_its_config_and_what_is_frozen(model_type: str, user: User, tmp_path: Path) -> None:
     base = folder_of(model_type, tmp_path / "base")
@@ -298,6 +303,7 @@ def test_a_full_fine_tune_keeps_its_config_and_what_is_frozen(model_type: str, u
             assert torch.equal(tensors[name], originals[name]), name
 
 
+@unmeasured
 @pytest.mark.parametrize("model_type", ["llama", *further("qwen3_moe")])
 def test_a_full_fine_tune_by_grpo_keeps_its_config(model_type: str, user: User, tmp_path: Path) -> None:
     """Issue 11: `use_cache: false` was saved, with which generation is slow wherever the model is loaded."""
@@ -335,6 +341,7 @@ def test_a_base_that_asks_for_the_auxiliary_loss_is_told_and_sampled(user: User,
     assert "FT318" in json.dumps(document["findings"])
 
 
+@unmeasured
 @pytest.mark.long
 def test_the_auxiliary_loss_of_a_full_fine_tune_is_asked_for_by_config_or_recipe(user: User, tmp_path: Path) -> None:
     """The first losses of the same rows tell: config.json's factor, none, and the recipe's, with nothing to be told."""
@@ -361,6 +368,7 @@ def test_check_refuses_a_target_that_matches_nothing_in_any_family(user: User, t
     assert document["findings"][-1]["code"] == "FT311"
 
 
+@unmeasured
 @pytest.mark.parametrize("model_type", ["qwen2", *further("qwen3_5", "llama")])
 def test_the_byte_tokenizer_survives_an_export(model_type: str, user: User, tmp_path: Path) -> None:
     """Issue 11, B5: beside Qwen2's config.json transformers takes Qwen2's tokenizer class, which added a token."""
@@ -398,6 +406,7 @@ def formats_of(model_type: str) -> list[str]:
     return formats + (["gguf", "ollama"] if served and model_type not in COMPUTED_OTHERWISE else [])
 
 
+@unmeasured
 @pytest.mark.families
 @pytest.mark.parametrize("model_type", sorted({*TEXT, *MULTIMODAL}))
 def test_every_family_in_every_format(model_type: str, user: User, tmp_path: Path) -> None:

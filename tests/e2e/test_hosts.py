@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -20,17 +21,6 @@ from tests.e2e.resilience import STEP, Drills, require_same_weights
 
 pytestmark = pytest.mark.long
 
-#: What each torchrun runs: the command line, on one host with a pause in a training step.
-_RANK = f"""
-import sys
-sys.path.insert(0, {str(Path(__file__).resolve().parents[2])!r})
-if __name__ == "__main__":
-    from ftcli.cli.app import main
-    from tests.e2e.drill_preparations import pause
-    if sys.argv[1] != "-":
-        pause({STEP!r}, 4, sys.argv[1])
-    sys.exit(main(sys.argv[2:]))
-"""
 CHANGE: dict[str, Any] = {
     "train": {"max_steps": 5, "lr_scheduler_type": "constant"},
     "eval": {"every_steps": 2, "per_device_eval_batch_size": 2, "samples": 0},
@@ -45,20 +35,23 @@ TWICE: dict[str, Any] = {"train": {"gradient_accumulation_steps": 2}}
 
 
 class Host:
-    """One host: its torchrun and its rank, with temporary files and a cache of their own."""
+    """One host: its torchrun and its rank, with temporary files and a cache of their own. On one with a ``pause`` the
+    rank waits in a training step.
 
-    def __init__(self, folder: Path, number: int, port: int, recipe: str, pause: Path | None = None) -> None:
-        own = folder / f"host-{number}"
+    The torchruns are the real ones; a rank is a drill, which has imported everything: eight would do so for 40 s.
+    """
+
+    def __init__(self, drills: Drills, number: int, port: int, recipe: str, pause: Path | None = None) -> None:
+        own = drills.folder / f"host-{number}"
         own.mkdir(exist_ok=True)
-        (folder / "rank.py").write_text(_RANK)
+        prepared = [] if pause is None else [["pause", STEP, 4, str(pause)]]
         rendezvous = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", "run1")
         self.log = own / "log"
         with self.log.open("wb") as log:
             self.torchrun = subprocess.Popen(
                 [
                     *(sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"),
-                    *(*rendezvous, str(folder / "rank.py"), "-" if pause is None else str(pause)),
-                    *("train", recipe, "--offline"),
+                    *(*rendezvous, "--no-python", *drills.server.client, "train", recipe, "--offline"),
                 ],
                 stdout=log,
                 stderr=log,
@@ -68,6 +61,7 @@ class Host:
                     "TRITON_INTERPRET": "0",
                     "TMPDIR": str(own),
                     "FTCLI_CACHE": str(own / "cache"),
+                    "DRILL_PREPARATIONS": json.dumps(prepared),
                 },
             )
 
@@ -101,14 +95,14 @@ def listens(port: int) -> bool:
     return False
 
 
-def started(folder: Path, recipe: str, pause: Path | None = None) -> list[Host]:
+def started(drills: Drills, recipe: str, pause: Path | None = None) -> list[Host]:
     """Two hosts; the first one has the meeting point and rank 0."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    first = Host(folder, 0, port, recipe)
+    first = Host(drills, 0, port, recipe)
     until(lambda: listens(port), [first])
-    return [first, Host(folder, 1, port, recipe, pause)]
+    return [first, Host(drills, 1, port, recipe, pause)]
 
 
 @pytest.mark.parametrize("engine", [CHANGE, merged(CHANGE, FLATTENED)], ids=["ddp", "fsdp"])
@@ -118,7 +112,7 @@ def test_a_host_that_is_gone_ends_the_run_and_the_same_command_goes_on_with_it(
     """The other host says so and saves the finished steps; the result is that of one process that was never stopped."""
     recipe, pause = drills.recipe("r", **engine), tmp_path / "pause"
     pause.mkdir()
-    first, second = hosts = started(tmp_path, recipe, pause)
+    first, second = hosts = started(drills, recipe, pause)
     try:
         until((pause / "reached").exists, hosts)
         second.kill()
@@ -126,7 +120,7 @@ def test_a_host_that_is_gone_ends_the_run_and_the_same_command_goes_on_with_it(
         assert "error[FT710]: rank 1 " in first.said
         assert drills.status("r")["exit_code"] == 75
         assert drills.checkpoints("r") == ["step-00000002", "step-00000003"]
-        hosts += started(tmp_path, recipe)
+        hosts += started(drills, recipe)
         for host in hosts[2:]:
             assert host.torchrun.wait(600) == 0, host.said
     finally:

@@ -26,6 +26,7 @@ from typing import Any
 
 from hypothesis import currently_in_test_context, note
 
+from ftcli import __version__
 from ftcli.cli.app import main
 from ftcli.errors import ExitCode, FtcliError
 
@@ -110,7 +111,8 @@ def problems(outcome: Outcome, *, looks_only: bool) -> Iterator[str]:
         yield "a traceback"
     if "FT190" in said:
         yield "a bug"
-    if "--json" in outcome.words and not {"--help", "-h"} & set(outcome.words):
+    version = "--version" in outcome.words and said == f"ftcli {__version__}\n"  # before any command
+    if "--json" in outcome.words and not version and not {"--help", "-h"} & set(outcome.words):
         yield from _of_document(outcome)
     if looks_only and outcome.seconds >= SECONDS:
         yield f"{outcome.seconds:.1f} s"

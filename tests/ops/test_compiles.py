@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.drill import Server
+from tests.ops.compile_offline import unwritten
 
-OFFLINE = Path(__file__).resolve().parents[2] / "kernels" / "bench" / "offline.py"
+OFFLINE = Path(__file__).with_name("compile_offline.py")
 #: One of each kind that compiles in half a second or so: `make test` compiles these for one GPU, and
 #: `make test-families` all, those that need the most registers among them, for several.
 TELLING = (
@@ -77,3 +78,23 @@ def test_kernels_compile(
 def most(line: str) -> int:
     """Bytes that the kernel of ``line`` may spill."""
     return next((size for name, size in SPILLING.items() if line.startswith(name)), 16)
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("IADD3 R12, P0, R1, 0x2, RZ", True),  # the stack pointer
+        ("IADD3 R10, P1, R10, 0x2, RZ", True),  # of the kernel that read beyond its shared memory on an H100
+        ("IADD3 R10, P1, R5, 0x2, RZ", False),
+        ("@!P0 VIADD R1, R1, 0xffffff08", False),
+        ("STL.64 [R1+0x28], R4", False),
+        ("LDC.64 R10, c[0x0][0x248]", False),
+    ],
+)
+def test_what_ptxas_has_left_unwritten_is_found(line: str, found: bool) -> None:
+    before = ("LDC R1, c[0x0][0x28]", "LDC.64 R4, c[0x0][0x248]")
+    sass = "\n".join(
+        f"        /*00a0*/                   {text} ;"
+        for text in (*before, line, "BRA `(.L_x_0)", "IADD3 R7, R6, R5, RZ")
+    )
+    assert bool(unwritten(sass)) == found

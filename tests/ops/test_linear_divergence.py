@@ -104,7 +104,9 @@ def test_the_likeliest_entries_and_their_tail_match_float64(
 
         return run
 
-    tools.assert_float32(call(ours), call(linear_divergence_reference), student)
+    # A small difference of large sums: under strong softcaps torch's own float32 is 9e-6 off.
+    compared = tools.compare(call(ours), call(linear_divergence_reference), student)
+    assert compared.error <= max(1e-5, 2 * compared.torch_error), compared
 
 
 @pytest.mark.parametrize("given", OPTIONS, ids=str)
@@ -121,11 +123,12 @@ def test_all_entries_are_the_whole_vocabulary(device: str, given: Any, beta: flo
         one = linear_divergence(LinearHead(x, w, b, **mine), against, weights, beta=beta, temperature=temperature)
         found.append((one, *torch.autograd.grad(one.loss, x)))
     (whole, gradient), (every, of_every), (but_one, of_but_one), (few, _) = found
+    near = 1e-9 if device == "cpu" else 1e-7  # a compiled kernel is given beta and temperature in float32
     for same, its in ((every, of_every), (but_one, of_but_one)):
-        torch.testing.assert_close(same.rows, whole.rows, rtol=1e-9, atol=1e-12)
-        torch.testing.assert_close(its, gradient, rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(same.rows, whole.rows, rtol=near, atol=1e-12)
+        torch.testing.assert_close(its, gradient, rtol=near, atol=1e-12)
     for one in (every, but_one, few):
-        torch.testing.assert_close(one.entropies, whole.entropies, rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(one.entropies, whole.entropies, rtol=near, atol=1e-12)
         assert one.agreed.tolist() == whole.agreed.tolist()
     assert bool((few.rows <= whole.rows + 1e-12).all())
     assert float((whole.rows - few.rows).max()) > 1e-6

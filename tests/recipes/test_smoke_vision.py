@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +15,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 
 from ftcli.assets import asset
 from ftcli.cli.app import main
+from tests.e2e.drill import Server
 from tests.tiers import further
 
 RECIPE = str(Path(__file__).parents[2] / "recipes" / "smoke-vision.yaml")
@@ -130,7 +128,9 @@ def test_the_report_shows_what_was_seen(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 @pytest.mark.parametrize("engine", further("ddp", "fsdp with adapters"))
-def test_two_processes_train_what_one_does_in_two_micro_batches(tmp_path: Path, engine: str) -> None:
+def test_two_processes_train_what_one_does_in_two_micro_batches(
+    tmp_path: Path, engine: str, drill_server: Server
+) -> None:
     """Weights of a tower that is trained whole are no shards."""
     launch, _, adapters = engine.partition(" with ")
     runs = {"one": "train.gradient_accumulation_steps=2", "two": f"launch={{engine: {launch}, num_processes: 2}}"}
@@ -138,8 +138,9 @@ def test_two_processes_train_what_one_does_in_two_micro_batches(tmp_path: Path, 
         words = [*SHORT, "--set=train.max_steps=3", "--set=train.per_device_train_batch_size=8", f"--set={setting}"]
         words += [f"--set=model.train=[language{'' if engine == 'fsdp' else ', projector, vision'}]"]
         words += ["--set=lora={r: 4}"] if adapters else []
-        command = [sys.executable, "-m", "ftcli", "train", RECIPE, "--output-dir", str(tmp_path / name), *words]
-        subprocess.run([*command, "--offline", "--quiet"], check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        words += ["--output-dir", str(tmp_path / name), "--offline", "--quiet"]
+        drill = drill_server.start("train", RECIPE, *words, cwd=tmp_path, preparations=(("forked_ranks", 600.0),))
+        assert drill.wait() == 0, drill.said
     file = "adapter/adapter_model.safetensors" if adapters else "model/model.safetensors"
     one, two = (load_file(tmp_path / name / file) for name in runs)
     assert set(one) == set(two)

@@ -72,7 +72,7 @@ def bench(
         typer.Option(
             "--lengths",
             metavar="MIX",
-            help="Rows of different lengths, cut at --seq: lognormal:MEAN,SIGMA, or a file of lengths.",
+            help="Rows of different lengths, cut at --seq: lognormal:MEAN,SIGMA.",
         ),
     ] = None,
     layers: Annotated[
@@ -82,22 +82,17 @@ def bench(
         int, typer.Option("--steps", metavar="N", min=0, max=10000, help="Steps to time; 0 reports the first.")
     ] = 10,
     profile: Annotated[bool, typer.Option("--profile", help="Record one more step: its kernels by time.")] = False,
-    evaluation: Annotated[
-        bool, typer.Option("--eval", help="Time evaluation: forward only, as `ftcli eval` takes the loss.")
-    ] = False,
     gpus: options.GpusOption = None,
 ) -> BenchResult | options.EndedElsewhere:
-    """Time the training step, or evaluation.
+    """Time the training step.
 
-    The real step of `ftcli train` (with --eval, the loss of `ftcli eval`) on synthetic tokens and random weights.
-    Downloads nothing.
+    The real step of `ftcli train` on synthetic tokens and random weights. Downloads nothing.
 
     \b
     Examples:
       ftcli bench recipes/gemma2-9b.yaml --batch 1 --seq 2048 --layers 4
       ftcli bench recipes/llama3.1-8b.yaml --batch 8 --lengths lognormal:380,0.8 --steps 400
       ftcli bench recipes/smoke.yaml --steps 5 --json
-      ftcli bench recipes/gemma2-9b.yaml --eval
       ftcli bench recipes/llama3.1-8b-dpo.yaml --batch 4 --seq 520 --prompt 190
       ftcli bench recipes/llama3.1-8b.yaml --gpus 2
     """
@@ -109,6 +104,6 @@ def bench(
     from ftcli.pipeline.bench_result import BenchOptions
     from ftcli.pipeline.benchmark import bench
 
-    wanted = BenchOptions(batch, seq, prompt, lengths, layers, steps, profile, evaluation)
+    wanted = BenchOptions(batch, seq, prompt, lengths, layers, steps, profile)
     with results_only_on_stdout():
         return bench(loaded, session, wanted)

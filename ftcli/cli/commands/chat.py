@@ -115,7 +115,7 @@ _MOST_BYTES = 16 * 2**20
 
 
 def _shown(answer: ChatAnswer | None) -> str:
-    """What has not been shown while it was generated."""
+    """The answer, unless it was shown while it was generated."""
     return "" if answer is None or is_terminal(sys.stdout) else terminal_text(answer.completion)
 
 

@@ -163,7 +163,7 @@ def _of_fields(kind: type) -> JsonObject:
 
 @cache
 def _names_of(module: types.ModuleType | None) -> Mapping[str, Any]:
-    """What annotations of a module may name: its own names, and those that it imports for types alone."""
+    """Names for the annotations of a module: its own, and those that it imports for types alone."""
     if module is None:
         return {}
     found = dict(vars(module))

@@ -18,7 +18,18 @@ from pathlib import Path
 
 from ftcli.config.recipe_file import lines_of, read_text
 from ftcli.config.secrets import is_secret_key, is_secret_value, mask_lines
-from ftcli.config.yaml import Leaf, ListNode, MapEntry, MapNode, Scalar, Tree, parse_file, plain_scalar, plain_tree
+from ftcli.config.yaml import (
+    Leaf,
+    ListNode,
+    MapEntry,
+    MapNode,
+    Scalar,
+    Tree,
+    no_text,
+    parse_file,
+    plain_scalar,
+    plain_tree,
+)
 from ftcli.errors import Finding, FtcliError, Origin
 
 #: Maps that are one setting.
@@ -77,16 +88,16 @@ class ForeignRecipe:
 
 
 def read(path: Path) -> ForeignRecipe:
-    """Reads YAML, JSON, a command line, a notebook or a script, without its secrets.
+    """Reads YAML, JSON, a command line, a notebook or a script, without its secrets and what is no text.
 
     ``dialect`` is known of notebooks and scripts alone. Raises FtcliError FT101 to FT119 for files that cannot be read,
     as for recipes of ours, and FT163.
     """
     found = _read(path)
-    secrets: list[Finding] = []
-    tree = _without_secrets(found.tree, secrets)
+    taken_out: list[Finding] = []
+    tree = _usable(found.tree, taken_out)
     assert isinstance(tree, MapNode)  # a map stays one
-    return replace(found, tree=tree, findings=(*found.findings, *secrets))
+    return replace(found, tree=tree, findings=tuple(dict.fromkeys((*found.findings, *taken_out))))
 
 
 def _read(path: Path) -> ForeignRecipe:
@@ -104,19 +115,27 @@ def _read(path: Path) -> ForeignRecipe:
     return ForeignRecipe(path, parsed.tree, parsed.findings)
 
 
-def _without_secrets(tree: Tree, found: list[Finding]) -> Tree | None:
-    """The tree without keys that name secrets and values that are some; None for such a value."""
+def _usable(tree: Tree, found: list[Finding]) -> Tree | None:
+    """The tree without keys that name secrets, and values that are some, in whose place is None. Texts that no recipe
+    may hold become null, so that their keys are still told: FT120, which YAML's reader has said, and that of code not.
+    """
     if isinstance(tree, Leaf):
-        return None if is_secret_value(str(tree.value)) else tree
+        refused = no_text(str(tree.value), tree.origin)
+        found += refused
+        return replace(tree, value=None) if refused else None if is_secret_value(str(tree.value)) else tree
     if isinstance(tree, ListNode):
-        items = [_without_secrets(item, found) for item in tree.items]
-        return ListNode(tree.origin, tuple(item for item in items if item is not None))
+        items = [(item, _usable(item, found)) for item in tree.items]
+        kept_items = (made for item, made in items if made is item or isinstance(made, ListNode | MapNode))
+        return ListNode(tree.origin, tuple(kept_items))
     kept: dict[str, MapEntry] = {}
     for name, entry in tree.entries.items():
-        value = None if is_secret_key(name) or is_secret_value(name) else _without_secrets(entry.value, found)
+        told = len(found)
+        found += no_text(name, entry.key)
+        taken_out = len(found) > told or is_secret_key(name) or is_secret_value(name)
+        value = None if taken_out else _usable(entry.value, found)
         if value is not None:
             kept[name] = MapEntry(entry.key, value)
-        elif not (isinstance(entry.value, Leaf) and entry.value.value is None):
+        elif len(found) == told and not (isinstance(entry.value, Leaf) and entry.value.value is None):
             help = "secrets do not belong in recipes: use `hf auth login`, `wandb login` or the environment"
             found.append(Finding("FT160", "a secret is not copied", entry.key, help, "note"))
     return MapNode(tree.origin, kept)
@@ -345,7 +364,7 @@ def _computed(key: str, origin: Origin, remedy: str) -> Finding:
 def _other_call(
     call: ast.Call, name: str, piece: _Piece, names: Mapping[str, ast.expr], findings: dict[str, Finding]
 ) -> dict[str, MapEntry]:
-    """What other calls say: a trainer's class, which turns are trained, the template, and that rows are made anew."""
+    """Reads other calls: a trainer's class, which turns are trained, the template, and that rows are made anew."""
     origin = piece.origin(call)
     if name.endswith("Trainer"):
         return {"trainer": _entry(origin, name)}

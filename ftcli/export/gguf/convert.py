@@ -25,8 +25,7 @@ from ftcli.errors import ExitCode, FtcliError
 from ftcli.export.gguf.file import add_value
 from ftcli.export.tensorfile import TensorFile
 from ftcli.export.verify import shortened
-from ftcli.gguf import ReadFile, Value, no_place
-from ftcli.tables.gguf import (
+from ftcli.facts.llama_cpp import (
     CONVERTER,
     CONVERTER_COMMIT,
     CONVERTER_DIGEST,
@@ -34,6 +33,7 @@ from ftcli.tables.gguf import (
     WITHOUT_CONVERTER,
     converter,
 )
+from ftcli.gguf import ReadFile, Value, no_place
 
 #: Types that the converter writes itself, by the dtype of the weights that it is given.
 PLAIN_TYPES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
@@ -176,7 +176,7 @@ def _whole(tensor: Tensor) -> Tensor:
 
 
 class _Place:
-    """What tensors of a file hold, by the rows' fingerprints for each type; turned matrices only where asked for."""
+    """Tensors of a file by their rows' fingerprints for each type; turned matrices only where asked for."""
 
     def __init__(self, file: ReadFile, names: Sequence[str]) -> None:
         self._file, self._names = file, names

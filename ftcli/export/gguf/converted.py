@@ -101,7 +101,7 @@ def write_converted(source: ExportSource, folder: Path, say: Callable[[str], Non
 
 
 def _trained(source: ExportSource, plan: ModelPlan, say: Callable[[str], None]) -> Trained:
-    """What was trained, with its weights rounded as they are given to the converter."""
+    """The trained model, with its weights rounded as the converter gets them."""
     tokenizer = source_tokenizer(source)
     probe = probe_batch(tokenizer, plan.base.shape(plan.base.ends[0])[0])
     base, found = base_weights(source), torch.empty(0)
@@ -133,7 +133,7 @@ def _make(command: Sequence[str], model: Path, path: Path, kind: str, wanted: Tr
 
 
 def _values(wanted: Trained, written: JsonMap) -> dict[str, Value]:
-    """What the run knows better than the folder that the converter reads: where answers end, above all."""
+    """Metadata that the run knows better than the folder that the converter reads: where answers end, above all."""
     values: dict[str, Value] = {"general.name": wanted.name, **wanted.provenance}
     if written.get("tokenizer.ggml.model") == "gpt2" and "tokenizer.ggml.merges" not in written:
         values["tokenizer.ggml.merges"] = [NO_MERGE]
@@ -154,7 +154,7 @@ def _compare_weights(source: ExportSource, merged: Path, plain: Path) -> list[st
 def _verified(
     path: Path, kind: str, wanted: Trained, plain: Path | None = None
 ) -> tuple[Mapping[str, str | float], list[str]]:
-    """What is told of a file and what is wrong with it; ``plain``: the file whose weights it has rounded."""
+    """Facts of a file for the record, and problems; ``plain``: the file whose weights it has rounded."""
     try:
         file = ReadFile(path)
         values = file.values

@@ -28,6 +28,7 @@ from ftcli.export.safetensors import require_kept_base
 from ftcli.export.source import ExportSource, not_verified, source_stops, source_tokenizer, unwritten
 from ftcli.export.verify import Probe, compare_logits, logits, probe_batch, trained_logits
 from ftcli.export.weights import MergedWeights, ModelWeights, source_config, source_weights
+from ftcli.facts.llama_cpp import LLAMA_QUANTIZE
 from ftcli.gguf import (
     FILTER,
     GATE,
@@ -52,7 +53,6 @@ from ftcli.run.directory import RunDirectory
 from ftcli.run.report.card import licence_of_base, public_base
 from ftcli.tables import quantizations
 from ftcli.tables.gguf import (
-    LLAMA_QUANTIZE,
     NORMS_OF_LAYERS,
     TYPES,
     Architecture,
@@ -296,7 +296,7 @@ def provenance_of(source: ExportSource) -> dict[str, Value]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trained:
-    """What was trained, as files for llama.cpp are compared with it.
+    """The trained model that files for llama.cpp are compared with.
 
     Attributes:
         name: What files are called, before their type.
@@ -417,7 +417,7 @@ def _is_the_embedding(name: str, weights: ModelWeights, architecture: Architectu
 
 
 def _activation_values(weights: ModelWeights, names: TensorNames) -> dict[str, Value]:
-    """What each layer's activation has trained, by key."""
+    """Trained values of each layer's activation, by key."""
     found: dict[str, dict[int, float]] = {}
     for name, (key, layer) in names.in_metadata.items():
         found.setdefault(key, {})[layer] = float(weights.read(name))

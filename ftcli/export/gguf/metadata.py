@@ -170,7 +170,7 @@ def _layers(config: PretrainedConfig) -> list[tuple[Attention, int]]:
 
 
 def _varied(config: PretrainedConfig) -> dict[str, Value]:
-    """What Gemma-4's layers differ in."""
+    """Metadata in which Gemma-4's layers differ."""
     c: Any = with_common_values(config)
     layers, (window, wide) = _layers(config), _head_sizes(config)
     shared = int(getattr(c, "num_kv_shared_layers", None) or 0)
@@ -197,7 +197,7 @@ def _varied(config: PretrainedConfig) -> dict[str, Value]:
 
 
 def _varied_said(values: JsonMap, file: ReadFile) -> JsonObject:
-    """What a file says of Gemma-4's layers, by the config's names."""
+    """Gemma-4's layers as a file describes them, by the config's names."""
     kv_heads, widths = values["attention.head_count_kv"], values["feed_forward_length"]
     full = [at for at, sliding in enumerate(values["attention.sliding_window_pattern"]) if not sliding]
     first = values["block_count"] - values["attention.shared_kv_layers"]

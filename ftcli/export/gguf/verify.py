@@ -289,7 +289,7 @@ def run_in_llama_cpp(path: Path, row: StoredType, wanted: ExpectedFile, rounding
 
 
 def in_library(path: Path, allowed: float, wanted: Trained, most: int | None = None) -> FileReport:
-    """What llama.cpp's library makes of a file, beside what was trained.
+    """Compares a file in llama.cpp's library with the trained model.
 
     Args:
         allowed: The relative error of the logits that passes.

@@ -26,7 +26,7 @@ from ftcli.export.gguf.file import (
     type_of,
     write_file,
 )
-from ftcli.export.gguf.seeing import IMAGE, compare_seen
+from ftcli.export.gguf.images import IMAGE, compare_seen
 from ftcli.export.gguf.verify import verify_file
 from ftcli.export.lazy import computing_from
 from ftcli.export.safetensors import plan_model, require_kept_base
@@ -102,7 +102,7 @@ def write(source: ExportSource, folder: Path, say: Callable[[str], None]) -> Ver
 
 
 def _shown_images(source: ExportSource, wanted: ExpectedFile, folder: Path, projector: str) -> dict[str, str | float]:
-    """What the record says of an image that llama.cpp is shown, with the type of the most bits."""
+    """Shows llama.cpp an image, with the type of the most bits; facts for the record."""
     kind = min(source.settings.gguf.types, key=lambda each: TYPES[each].logits)
     path = folder / f"{wanted.name}-{TYPES[kind].ggml}.gguf"
     told, problems = compare_seen(source, wanted, path, folder / projector, max(TYPES[kind].logits, IMAGE))

@@ -115,7 +115,7 @@ def _stored(context: Context, settings: DistillConfig, folder: str) -> Findings:
 
 
 def differing(told: JsonMap, wanted: JsonMap) -> list[tuple[str, Any, Any]]:
-    """What a folder says otherwise: the name of it, what it says, and what is wanted."""
+    """Differences of a folder: of each its name, the value there, and the wanted one."""
     return [(name, told.get(name), value) for name, value in wanted.items() if told.get(name) != value]
 
 

@@ -1,4 +1,4 @@
-"""What distillation learns from: the student's own completions, and what the teacher thinks of each of their tokens."""
+"""The objective of distillation: the student's own completions, and the teacher's distribution at each token."""
 
 from __future__ import annotations
 

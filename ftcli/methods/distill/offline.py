@@ -23,17 +23,16 @@ from ftcli.job import Job
 from ftcli.methods.distill import stored
 from ftcli.methods.distill.settings import DistillConfig
 from ftcli.methods.distill.stored import IDS, LOG_PROBS, REST, PartWriter, StoredLogProbs
-from ftcli.methods.preference.cache import weight_digests
-from ftcli.methods.preference.reference import seen_units, steps_of
 from ftcli.methods.sft.train import SftObjective, Supervised
 from ftcli.model.backbone import compute_context, head_of, hidden_states, root_of, within_root
 from ftcli.model.loss import SUPERVISED, next_token_divergence, supervised_positions
 from ftcli.model.shards import reshard_model, try_forward
+from ftcli.model.weight_digests import weight_digests
 from ftcli.paths import expanded
 from ftcli.plain import JsonObject
 from ftcli.run.metrics import MetricsLine
 from ftcli.train.checkpoint_state import Progress
-from ftcli.train.epochs import StepSums
+from ftcli.train.epochs import StepSums, seen_units, steps_of
 from ftcli.train.on_rows import ObjectiveParts
 from ftcli.train.parallel import Divisors, MicroBatch
 
@@ -161,8 +160,8 @@ class Offline(Supervised):
         *,
         keep: bool = True,
     ) -> StoredLogProbs:
-        """What the folder holds where no teacher is named. Raises FtcliError FT474 (exit 4) where rows are not in it,
-        or their tokens were others.
+        """The folder's log-probabilities where no teacher is named. Raises FtcliError FT474 (exit 4) where rows are not
+        in it, or their tokens were others.
         """
         settings = job.recipe.distill or DistillConfig()
         folder = expanded(settings.teacher_logprobs or "")

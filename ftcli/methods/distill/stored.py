@@ -20,11 +20,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 from torch import Tensor
 
-from ftcli.data.tokens import TokenizedRow
+from ftcli.data.tokens import TokenizedRow, unit_digest
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.labels import IGNORE_INDEX
 from ftcli.methods.distill.checks import TOLD, differing, does_not_fit
-from ftcli.methods.preference.cache import unit_digest
 from ftcli.plain import JsonMap, JsonObject
 from ftcli.run.atomic import json_object_in, storage_errors, write_bytes, write_json
 
@@ -42,12 +41,12 @@ _NAMES = ("rows", "ends", "ids", "log_probs", "rest")
 
 
 def tokens_digest(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Of all tokens by their ids."""
+    """A digest of all tokens by their ids."""
     return digest(sorted((number, token) for token, number in tokenizer.get_vocab().items()))
 
 
 def digest(value: Any) -> str:
-    """Of JSON values."""
+    """A digest of JSON values."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:32]
 
 
@@ -58,7 +57,7 @@ def positions_of(row: TokenizedRow) -> int:
 
 @dataclass(slots=True)
 class StoredLogProbs:
-    """What a folder holds of the teacher that ``told`` describes.
+    """The log-probabilities in a folder, of the teacher that ``told`` describes.
 
     Raises FtcliError FT474 (exit 4) for a folder of another teacher, and for a part that is damaged.
     """
@@ -74,7 +73,7 @@ class StoredLogProbs:
 
     @property
     def identity(self) -> str:
-        """Of the teacher, its tokens and the settings that it was asked with."""
+        """A digest of the teacher, its tokens and the settings that it was asked with."""
         return digest(self.told)
 
     @property
@@ -135,7 +134,7 @@ class PartWriter:
     _bytes: int = 0
 
     def add(self, rows: Sequence[TokenizedRow], top: TopLogProbs) -> None:
-        """What the teacher thinks of the supervised positions of these rows, in turn."""
+        """Adds the teacher's likeliest tokens at the supervised positions of these rows, in turn."""
         values = (top.ids.int(), top.log_probs.float(), top.rest.float())
         counts = [positions_of(row) for row in rows]
         split = zip(*(value.cpu().split(counts) for value in values), strict=True)
@@ -169,7 +168,7 @@ def _content(tensors: Mapping[str, Any]) -> str:
 
 
 def read(folder: Path, expected: JsonMap) -> StoredLogProbs:
-    """What a folder holds. Raises FtcliError FT474 (exit 4) where it says something else than ``expected``."""
+    """Reads a folder. Raises FtcliError FT474 (exit 4) where it says something else than ``expected``."""
     try:
         told = json_object_in(folder / TOLD)
     except (OSError, ValueError) as error:

@@ -36,7 +36,7 @@ class LabelledAnswers:
 
 @dataclass(frozen=True, slots=True)
 class LabelSettings:
-    """What a loss reads of the section ``preference``."""
+    """A loss's settings, of the section ``preference``."""
 
     beta: float
     desirable_weight: float = 1.0

@@ -1,4 +1,4 @@
-"""What labelled answers teach: their mean loss in a step, against a reference, with the KL of the whole step."""
+"""The objective of labelled answers: their mean loss in a step, against a reference, with the KL of the whole step."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ class LabelObjective(ComparedObjective):
         return torch.relu(total / max(len(made), 1)).float()
 
     def _gained(self, documents: Sequence[TokenizedRow]) -> Tensor:
-        """What the answers have gained over the reference, in all."""
+        """The answers' summed gain over the reference."""
         inputs = {name: value.to(self._device) for name, value in self._scorer.batch(documents).items()}
         computing = compute_context(self._device, self._dtypes.compute, self._dtypes.autocast)
         with without_dropout(self._modules), computing:
@@ -145,7 +145,7 @@ class LabelObjective(ComparedObjective):
     # -- metrics and checkpoints -----------------------------------------------------------------------------
 
     def reduced(self) -> None:
-        """Adds up the metrics of all ranks' micro-batches, in the order of one process, and those of the step."""
+        """All-reduces the metrics of all ranks' micro-batches, in the order of one process, and those of the step."""
         super().reduced()
         self._sums.add_once(step_sums(self._kl))
 

@@ -14,25 +14,22 @@ import torch
 from torch import Tensor
 
 from ftcli.data.order import Epochs
-from ftcli.data.tokens import TokenizedRow, by_file
+from ftcli.data.tokens import TokenizedRow, by_file, unit_digest
 from ftcli.labels import IGNORE_INDEX
 from ftcli.methods.kto.losses import LabelLoss
-from ftcli.methods.preference.cache import unit_digest
 from ftcli.methods.preference.checks import caches
 from ftcli.methods.preference.reference import (
     AheadOfTraining,
     Reference,
     Rows,
-    RunSteps,
     Units,
     Wanted,
     cache_folder,
     no_units,
-    seen_units,
     shares_of,
-    steps_of,
 )
 from ftcli.methods.preference.settings import PreferenceConfig
+from ftcli.train.epochs import RunSteps, seen_units, steps_of
 
 if TYPE_CHECKING:
     from peft import PeftModel

@@ -55,7 +55,7 @@ def other_model(recipe: Recipe) -> OtherModel | None:
 
 
 def caches(recipe: Recipe, how: Literal["surely", "possibly"]) -> bool:
-    """Whether the recipe alone says that the reference is scored ahead of training; or leaves it possible.
+    """True if the recipe alone says that the reference is scored ahead of training; or leaves it possible.
 
     Full fine-tuning needs no second model then, and computes no more than it would in its first epoch. Another model
     always is: it is gone before the trained one is loaded.
@@ -77,7 +77,7 @@ def start_adapter(recipe: Recipe) -> str | None:
 
 
 def needs_second_model(recipe: Recipe) -> bool:
-    """Whether a second model is loaded to compare with: full fine-tuning whose reference is computed in each step."""
+    """True if a second model is loaded to compare with: full fine-tuning whose reference is computed in each step."""
     settings = recipe.preference or PreferenceConfig()
     return recipe.lora is None and compares(recipe.train.method, settings) and not caches(recipe, "surely")
 
@@ -228,8 +228,8 @@ def memory(plan: RunPlan) -> MethodMemory:
 
 
 def reference_bytes(plan: RunPlan) -> int:
-    """Of a second model, sharded like the first, where full fine-tuning computes its reference in each step; and of
-    what an adapter held that is gone on from. Other adapters can be switched off.
+    """Bytes of a second model, sharded like the first, where full fine-tuning computes its reference in each step; and
+    of what an adapter held that is gone on from. Other adapters can be switched off.
     """
     if needs_second_model(plan.recipe):
         return plan.model_bytes

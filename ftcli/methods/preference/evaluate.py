@@ -13,12 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ftcli.data.tokens import TokenizedRow
+from ftcli.data.tokens import TokenizedRow, unit_digest
 from ftcli.errors import Origin
 from ftcli.evaluate.loss import LossResult, Sums, require_finite, summed
 from ftcli.evaluate.margins import Floats, RowTable, margins_of_pairs
 from ftcli.evaluate.suite import Evaluator
-from ftcli.methods.preference.cache import LogProbs, unit_digest
+from ftcli.methods.preference.cache import LogProbs
 from ftcli.methods.preference.figures import (
     PAIR_SUMS,
     controlled,
@@ -52,7 +52,7 @@ class UnitEvaluator(Evaluator, ABC):
 
     @abstractmethod
     def result(self, sums: Sequence[float], columns: Floats, rows: Sequence[TokenizedRow]) -> LossResult:
-        """What :meth:`scored` has found in ``rows``, in words."""
+        """The result of :meth:`scored` on ``rows``."""
 
     def files_of(self, rows: Sequence[TokenizedRow]) -> dict[str, list[TokenizedRow]]:
         """Rows that are scored together, by any name: here all."""
@@ -90,7 +90,7 @@ class UnitEvaluator(Evaluator, ABC):
         return found
 
     def _whole(self, files: dict[str, list[TokenizedRow]], found: Mapping[str, tuple[Sums, Floats]]) -> LossResult:
-        """Of all files together."""
+        """The result of all files together."""
         sums = [sum(each) for each in zip(*(sums for sums, _ in found.values()), strict=True)]
         columns = np.concatenate([columns for _, columns in found.values()])
         return self.result(sums, columns, [row for rows in files.values() for row in rows])
@@ -132,7 +132,7 @@ class ComparedEvaluator(UnitEvaluator, ABC):
     stops: dict[bytes, float] = field(default_factory=dict, repr=False)
 
     def scorer(self, model: PreTrainedModel | PeftModel, ld_alpha: float) -> AnswerScorer:
-        """What lays rows out and scores their answers."""
+        """The scorer that lays rows out."""
         job, vocabulary = self.job, head_of(model).weight.shape[0]
         return AnswerScorer(job.batches(model), job.pad_token_id, vocabulary, ld_alpha, pixels=job.pixel_reader())
 
@@ -146,9 +146,9 @@ class ComparedEvaluator(UnitEvaluator, ABC):
         *,
         last: bool = True,
     ) -> tuple[LogProbs, Tensor] | None:
-        """What the reference gives each unit, (units, width) float32 as :func:`by_unit` has it, and the last token of
-        its first row, (units,), NaN where that is not known; None where it did not fit into memory. All ranks take part
-        where any has to compute it and they hold shards of the weights.
+        """The reference's log-probabilities of each unit, (units, width) float32 as :func:`by_unit` has it, and the
+        last token of its first row, (units,), NaN where that is not known; None where it did not fit into memory. All
+        ranks take part where any has to compute it and they hold shards of the weights.
         """
         digests, beside = [unit_digest(*unit) for unit in units], self._is_beside(model)
         missing = any(key not in self.known or (last and beside and key not in self.stops) for key in digests)

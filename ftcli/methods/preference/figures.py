@@ -1,4 +1,4 @@
-"""What metrics and held-out results of pairs are made of: sums over pairs, accuracy without the help of length, and
+"""Metrics and held-out results of pairs: sums over pairs, accuracy without the help of length, and
 whether answers still end.
 """
 
@@ -97,7 +97,7 @@ def _summed(each: Sequence[Tensor], weights: Tensor) -> Tensor:
 
 
 def shown_ratios(answers: Answers, loss: PairLoss) -> tuple[Tensor, Tensor]:
-    """What both answers have gained over the reference, (P,) each: of a token where the first loss compares that."""
+    """Gains of both answers over the reference, (P,) each: of a token where the first loss compares that."""
     one, other = answers.chosen_ratio, answers.rejected_ratio
     return (one / answers.chosen_tokens, other / answers.rejected_tokens) if loss.averaged else (one, other)
 

@@ -61,7 +61,7 @@ class Answers:
 
 @dataclass(frozen=True, slots=True)
 class LossSettings:
-    """What a loss reads of the section ``preference``."""
+    """A loss's settings, of the section ``preference``."""
 
     beta: float
     gamma: float = 0.5
@@ -86,7 +86,9 @@ class PairLoss:
 
     @classmethod
     def of(cls, method: str, settings: PreferenceConfig | None) -> PairLoss:
-        """Of a recipe's ``train.method`` and section. Preflight has refused a loss whose beta has to be written."""
+        """The loss of a recipe's ``train.method`` and section. Preflight has refused a loss whose beta has to be
+        written.
+        """
         asked = settings or PreferenceConfig()
         parts = tuple(
             (name, weight, LossSettings(beta_of(name, asked), asked.gamma, asked.label_smoothing))
@@ -112,7 +114,7 @@ class PairLoss:
 
     @property
     def averaged(self) -> bool:
-        """Whether the rewards that are shown are of nats a token: as the first loss compares them."""
+        """True if the rewards that are shown are of nats a token: as the first loss compares them."""
         return preference_losses.row(self.parts[0][0]).averaged
 
 

@@ -1,4 +1,4 @@
-"""What pairs teach: the mean loss of the pairs of a step, against a reference that is computed beside it.
+"""The objective of pairs: the mean loss of the pairs of a step, against a reference that is computed beside it.
 
 Before a run's first step policy and reference are one model, which is checked, unless the reference is another one.
 """
@@ -79,7 +79,7 @@ class ComparedObjective(SummedObjective):
         self._reference, self._is_known, self._other, self._reporter = reference, known, other, job.reporter
         self._vocabulary = size = head_of(model).weight.shape[0]
         self._scorer = AnswerScorer(
-            job.batches(model), job.pad_token_id, size, ld_alpha, parts["sequence"], job.pixel_reader()
+            job.batches(model), job.pad_token_id, size, ld_alpha, parts["sequence"], self._pixels
         )
         self._checked = False
         self._modules = list(model.modules())
@@ -89,7 +89,8 @@ class ComparedObjective(SummedObjective):
     def compared(
         self, inputs: dict[str, Tensor], *, aligned: bool = False, alone: bool = False
     ) -> tuple[ScoredAnswers, ScoredAnswers | None, Tensor]:
-        """What policy and reference give the answers of a batch (``alone``: there is none), and the tokens of each.
+        """Log-probabilities of a batch's answers under policy and reference (``alone``: there is none), and their
+        tokens.
 
         Before the first step the two are compared, or where the reference is another model, the policy with its own
         start, the model without its adapters; and how far apart they are is told. Raises FtcliError FT714 (exit 1).
@@ -110,7 +111,7 @@ class ComparedObjective(SummedObjective):
 
     @torch.no_grad()
     def _of_reference(self, inputs: dict[str, Tensor], known: Tensor | None = None) -> ScoredAnswers:
-        """What the reference gives the answers of a batch, which is computed where it is not ``known``."""
+        """The reference's log-probabilities of a batch's answers, computed where they are not ``known``."""
         if known is not None:
             return ScoredAnswers(known[:, 0], known[:, -1])
         computing = compute_context(self._device, self._dtypes.compute, self._dtypes.autocast)
@@ -191,7 +192,7 @@ class PairObjective(ComparedObjective):
 
     def metrics(self) -> MetricsLine:
         """Means over the pairs since the last line."""
-        return measures(self._sums.take(), compared=self._loss.reference)
+        return {**measures(self._sums.take(), compared=self._loss.reference), **super().metrics()}
 
 
 def answers_of(policy: ScoredAnswers, reference: ScoredAnswers | None, tokens: Tensor) -> Answers:

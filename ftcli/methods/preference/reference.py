@@ -5,7 +5,6 @@ One rank reads and writes the cache; the others have its values all-reduced.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -18,16 +17,17 @@ import torch
 from torch import Tensor
 
 from ftcli.data.order import Epochs
-from ftcli.data.tokens import TokenizedRow
+from ftcli.data.tokens import TokenizedRow, unit_digest
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.evaluate.loss import in_batches, in_step
-from ftcli.methods.preference.cache import WIDTHS, LogProbs, ReferenceCache, reference_key, unit_digest
+from ftcli.methods.preference.cache import WIDTHS, LogProbs, ReferenceCache, reference_key
 from ftcli.methods.preference.checks import caches, compares
 from ftcli.methods.preference.pairs import AnswerScorer
 from ftcli.methods.preference.settings import PreferenceConfig
 from ftcli.model.backbone import compute_context, head_of, root_of
 from ftcli.model.initial_adapters import as_base
 from ftcli.model.shards import reshard_model, try_forward
+from ftcli.train.epochs import seen_units, steps_of
 from ftcli.train.parallel import sequence_part
 
 if TYPE_CHECKING:
@@ -118,8 +118,8 @@ class AheadOfTraining:
     folder: Path | None
 
     def score(self, training: Wanted, held_out: Wanted, *, certain: bool) -> tuple[ScoredUnits, ScoredUnits] | None:
-        """What training sees, and what evaluation does. None where it is not ``certain`` that this pays, and not
-        everything is kept already; what is wanted is only asked for where it may be.
+        """Scores the units of training, and those of evaluation. None where it is not ``certain`` that this pays, and
+        not everything is kept already; what is wanted is only asked for where it may be.
         """
         if not certain and self.folder is None:
             return None
@@ -151,7 +151,7 @@ class AheadOfTraining:
     # -- the cache -------------------------------------------------------------------------------------------
 
     def _lookup(self, shares: int, wanted: Wanted, certain: bool) -> _Lookup | None:
-        """What is kept of these; None where they are not to be computed and something is missing."""
+        """Looks these up in the cache; None where they are not to be computed and something is missing."""
         cache = self._cache(shares)
         if not certain and not self._for_all(cache is not None and cache.is_there):
             return None
@@ -202,7 +202,7 @@ class AheadOfTraining:
         return values
 
     def _for_all(self, said: bool) -> bool:
-        """What the leading rank says, on all ranks."""
+        """The leading rank's word, on all ranks."""
         return said if self.group is None else bool(self.group.agree("looked for the reference", [said])[0][0])
 
     def _shared(self, values: LogProbs) -> LogProbs:
@@ -321,7 +321,7 @@ def by_unit(answers: Tensor, rows: int) -> LogProbs:
 
 
 def cache_folder(settings: PreferenceConfig, of_session: Path | None) -> Path | None:
-    """Where log-probabilities are kept: the recipe's folder, or ftcli's cache; None for nowhere."""
+    """The folder that keeps log-probabilities: the recipe's, or ftcli's cache; None for nowhere."""
     if settings.reference_cache not in ("auto", "off"):
         return Path(settings.reference_cache).expanduser()
     return None if of_session is None else of_session / "reference"
@@ -329,13 +329,13 @@ def cache_folder(settings: PreferenceConfig, of_session: Path | None) -> Path | 
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """What pairs, or labelled answers, are compared with. It is computed in each step where nothing is known.
+    """The reference of pairs, or of labelled answers. It is computed in each step where nothing is known.
 
     Attributes:
         model: A second model; None where the trained one can be computed without its adapters, or nothing is needed.
         of_units: Log-probabilities of the training pairs, (pairs, 4) float32; NaN for those that are not seen.
         of_rows: Those of training rows with a label and of the mismatched rows of all steps, by
-            :func:`~ftcli.methods.preference.cache.unit_digest`.
+            :func:`~ftcli.data.tokens.unit_digest`.
         held_out: Those of held-out pairs or rows, likewise; of rows also those of mismatched ones.
         other: The name of another model that has been scored and is gone, so that nothing more can be computed.
     """
@@ -347,40 +347,13 @@ class Reference:
     other: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class RunSteps:
-    """The steps of a run: how many there are, of so many units each over all ranks, and of an epoch."""
-
-    total: int
-    of_epoch: int
-    units: int
-
-
 def shares_of(job: Job, group: RankGroup | None) -> int:
     """Ranks that share each row in training; 1 where this process is alone."""
     return 1 if group is None else job.recipe.launch.context_parallel_size
 
 
-def steps_of(job: Job, epochs: Epochs, group: RankGroup | None) -> RunSteps:
-    """As the loop takes them."""
-    train, ranks = job.recipe.train, 1
-    if group is not None:
-        ranks = group.size // job.recipe.launch.context_parallel_size
-    units = train.per_device_train_batch_size * ranks * train.gradient_accumulation_steps
-    of_epoch = math.ceil(len(epochs) / units)
-    return RunSteps(train.max_steps or math.ceil(train.num_train_epochs * of_epoch), of_epoch, units)
-
-
-def seen_units(epochs: Epochs, steps: RunSteps) -> tuple[Sequence[int], bool]:
-    """The units that training sees, and whether it sees some of them more than once."""
-    if steps.total >= steps.of_epoch:
-        return range(epochs.units), steps.total > steps.of_epoch or len(epochs) > epochs.units
-    seen = epochs.order(0)[: steps.total * steps.units]
-    return sorted(set(seen)), len(set(seen)) < len(seen)
-
-
 def goes_on_live(began: str | None, reporter: Reporter, *, known: bool, can_compute: bool) -> bool:
-    """Whether a resumed run computes its reference in each step, as it ``began``: another run may have filled the cache
+    """True if a resumed run computes its reference in each step, as it ``began``: another run may have filled the cache
     since then. Says so where what a run began with is gone.
     """
     if began == "ahead" and not known:

@@ -20,10 +20,8 @@ from ftcli.model.backbone import compute_context, head_of
 from ftcli.model.loss import SUPERVISED, forward_loss, next_tokens, target_positions
 from ftcli.model.routing import RouterBalance, counted_tokens
 from ftcli.plan.trained import adds_router_loss
-from ftcli.run.metrics import MetricsLine
 from ftcli.train.data import training_epochs
 from ftcli.train.epochs import EpochObjective
-from ftcli.train.loop import StepMonitor
 from ftcli.train.on_rows import ObjectiveParts, RowMethod
 from ftcli.train.parallel import Divisors, MicroBatch, TokenCounts
 from ftcli.train.progress import TrainingRows
@@ -45,7 +43,7 @@ class SftObjective(EpochObjective):
     def __init__(
         self, job: Job, model: PreTrainedModel | PeftModel, epochs: Epochs, **parts: Unpack[ObjectiveParts]
     ) -> None:
-        self._pixels, self._pad, self._batches = job.pixel_reader(), job.pad_token_id, job.batches(model)
+        self._pad, self._batches = job.pad_token_id, job.batches(model)
         super().__init__(job, model, epochs, **parts)
         self._vocab_size = head_of(model).weight.shape[0]
         self._balance: RouterBalance | None = None
@@ -75,20 +73,6 @@ class SftObjective(EpochObjective):
         if self._balance is not None:
             inputs[COUNTED] = counted_tokens(batch)
         return MicroBatch({**inputs, SUPERVISED: supervised}, () if blank else tuple(units), counts)
-
-    def micro_batches(self, step: int, monitor: StepMonitor) -> list[MicroBatch]:
-        """As :meth:`EpochObjective.micro_batches`; the images of the next step are read while this one runs."""
-        found = super().micro_batches(step, monitor)
-        if self._pixels is not None:
-            self._pixels.ahead(row for unit in self.upcoming(step) for row in self._epochs.members(unit))
-        return found
-
-    def metrics(self) -> MetricsLine:
-        """With images, the seconds for which steps waited for them since the last line."""
-        if self._pixels is None or not self._pixels.waited:
-            return {}
-        waited, self._pixels.waited = self._pixels.waited, 0.0
-        return {"image_wait_seconds": waited}
 
     def loss(self, inputs: dict[str, Tensor], step: Divisors) -> Tensor:
         """Summed loss in nats over the supervised tokens, divided by those of the whole step; and by the same share the

@@ -84,7 +84,7 @@ def _weights(plan: RunPlan, model: MeasuredModel) -> int:
 
 
 def _gathered(plan: RunPlan, model: MeasuredModel, always: tuple[Phase, ...]) -> Iterator[Term]:
-    """Whole weights of the layers at work, and where they are trained, gradients that are added up."""
+    """Whole weights of the layers at work, and where they are trained, gradients in their reduce-scatter."""
     trained = plan.recipe.lora is None
     element = plan.dtypes.compute_bytes if trained else plan.dtypes.parameter_bytes
     whole = element * (model.outer_elements + LAYERS_AT_ONCE * model.largest_layer)

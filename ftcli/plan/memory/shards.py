@@ -2,7 +2,7 @@
 
 Each holds its part. While a layer computes, its weights are there whole, the next layer's are being gathered, and what
 came from the other ranks lies in a buffer; embedding and head are whole until the last layer's backward is over. Where
-weights are trained, the gradients of two layers are there, and what is being added up of them, in float32.
+weights are trained, the gradients of two layers are there, and what is being reduce-scattered of them, in float32.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ftcli.plan.run import RunPlan
 #: Times that the bytes of a layer are there while one computes: its weights, the next one's, and the buffer which
 #: these come from.
 LAYERS_AT_ONCE = 3
-#: Bytes of a gradient while it is added up: its float32 form, and this rank's share of the sum.
+#: Bytes of a gradient in a reduce-scatter: its float32 form, and this rank's share of the sum.
 SUMMED_BYTES = 4
 
 
@@ -46,7 +46,7 @@ def shards_trained(plan: RunPlan) -> bool:
 
 
 def reduced_bytes(plan: RunPlan) -> int:
-    """Gradients of trained layers that are being added up: one's are while the next one's are made."""
+    """Gradients of trained layers in their reduce-scatter: one's while the next one's are made."""
     layer, each = _layer_elements(plan), plan.dtypes.compute_bytes + SUMMED_BYTES
     return 2 * layer * (each + SUMMED_BYTES // plan.shard_size)
 
@@ -55,7 +55,7 @@ def last_bytes(plan: RunPlan, workspace: int) -> int:
     """Bytes at the end of a backward pass beside the ranks' own parts, the gradients included.
 
     Either the first layer's backward with its ``workspace``, while embedding and head are whole, the head has its
-    gradient, and those of the layer are added up; or gradients of embedding and head being added up, of which the whole
+    gradient, and those of the layer are reduce-scattered; or those of embedding and head are, of which the whole
     weights are gone by then. These are in the gradients only afterwards, unless they are added to earlier ones.
     """
     outer, layer, element = outer_elements(plan), _layer_elements(plan), plan.dtypes.compute_bytes

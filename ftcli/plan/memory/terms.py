@@ -127,7 +127,7 @@ def terms(plan: RunPlan, settled: MemoryDecisions) -> Iterator[Term]:
 
 def _gathered(plan: RunPlan, settled: MemoryDecisions, always: tuple[Phase, ...]) -> Iterator[Term]:
     """Weights that come from the other ranks: of the layers at work, or of the whole model where it generates so."""
-    without = (END, STEP) if shards_trained(plan) else (STEP,)  # counted with what is added up last
+    without = (END, STEP) if shards_trained(plan) else (STEP,)  # counted with what is reduce-scattered last
     once: tuple[Phase, ...] = (GENERATION, EVALUATION) if settled.generator == "whole" else ()
     by_layer = tuple(phase for phase in always if phase not in (*without, *once))
     yield Term("gathered weights", gathered_bytes(plan, settled.dequantized_layers), by_layer)
@@ -238,7 +238,7 @@ def _what_a_step_allocates(plan: RunPlan, settled: MemoryDecisions) -> Iterator[
 
 
 def images(plan: RunPlan) -> Iterator[Term]:
-    """What a micro-batch holds of its images, all of whose tokens may be theirs: pixels, several patches a token, and
+    """Bytes of a micro-batch's images, all of whose tokens may be theirs: pixels, several patches a token, and
     what the tower saw, for the embeddings and for each layer that it is added to, there also as it is added. A tower
     that is trained keeps what its backward pass needs until the language model's is over.
     """

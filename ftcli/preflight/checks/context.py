@@ -15,7 +15,7 @@ from ftcli.plan.execution import Work
 from ftcli.tables import methods
 from ftcli.tables.methods import Method
 
-#: ``eval``, ``chat``, ``export``, ``check``, ``bench``, ``bench --eval``, or a command of :mod:`ftcli.tables.methods`.
+#: ``eval``, ``chat``, ``export``, ``check``, ``bench``, or a command of :mod:`ftcli.tables.methods`.
 Command = str
 Findings = Iterator[Finding]
 
@@ -45,7 +45,7 @@ class Context:
         """The command's work with the model; ``check`` is about training."""
         if self.command == "export":
             return "export"
-        return "eval" if self.command in ("eval", "chat", "sample", "bench --eval") else "train"
+        return "eval" if self.command in ("eval", "chat", "sample") else "train"
 
     @property
     def method(self) -> Method:
@@ -75,7 +75,7 @@ class Context:
     @property
     def benches(self) -> bool:
         """True if the command is a benchmark, which takes random weights and tokens."""
-        return self.command in ("bench", "bench --eval")
+        return self.command == "bench"
 
     @property
     def is_trial(self) -> bool:
@@ -120,7 +120,7 @@ class Context:
         return self._finding(code, path, message, help, "note")
 
     def before_export(self, code: str, path: str, message: str, help: str | None = None) -> Finding:
-        """What `ftcli export` refuses, as an error; as a note before, when it is known before anything is trained."""
+        """A refusal of `ftcli export`, as an error; as a note before, when it is known before anything is trained."""
         return (self.error if self.command == "export" else self.note)(code, path, message, help)
 
     def _finding(self, code: str, path: str, message: str, help: str | None, severity: Severity) -> Finding:

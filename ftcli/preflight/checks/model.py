@@ -8,6 +8,7 @@ from difflib import get_close_matches
 from ftcli.config.model import LoraConfig
 from ftcli.errors import Finding
 from ftcli.facts import adapters
+from ftcli.facts.llama_cpp import WITHOUT_CONVERTER, converter
 from ftcli.facts.model import ModelFacts, has_classifier, takes_sdpa
 from ftcli.facts.shape import ModelShape
 from ftcli.facts.tokenizer import TokenizerFacts, no_stop_finding
@@ -20,9 +21,7 @@ from ftcli.tables.gguf import (
     INSTEAD,
     NORMS_OF_LAYERS,
     TYPES,
-    WITHOUT_CONVERTER,
     architecture_of,
-    converter,
     unknown_architecture,
 )
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
-import shutil
 from collections.abc import Callable
 
 from ftcli.config.model import SUPPORTED_ATTENTION
+from ftcli.facts.llama_cpp import LLAMA_QUANTIZE, WITHOUT_QUANTIZER, quantizer
 from ftcli.preflight.checks.context import Context, Findings, as_in_recipe
 from ftcli.rows.remote import missing_package
 from ftcli.tables import engines, exports, loggers, methods, quantizations, stores
-from ftcli.tables.gguf import LLAMA_QUANTIZE, TYPES, WITHOUT_QUANTIZER
+from ftcli.tables.gguf import TYPES
 
 Installed = Callable[[str], bool]
 
@@ -102,7 +102,7 @@ def _programs(context: Context) -> Findings:
     export = context.recipe.export
     types = exports.gguf_types(export.formats, export.gguf.types)
     quants = [kind for kind in types if TYPES[kind].quantized_by is not None]
-    if quants and context.command != "export" and shutil.which(LLAMA_QUANTIZE) is None:
+    if quants and context.command != "export" and quantizer() is None:
         message = f"export.gguf.types: {quants[0]} is made by llama.cpp's {LLAMA_QUANTIZE}, which is not on the PATH"
         yield context.note("FT758", "export.gguf.types", message, help=WITHOUT_QUANTIZER)
 

@@ -42,8 +42,8 @@ def pair(row: Row) -> Example:
 
 
 def shared_beginnings(one: str, other: str) -> list[int]:
-    """Where the beginning that two texts share may end, from the longest on: after a whole word, and first of all, as
-    in TRL, before a space that follows it.
+    """Places where the beginning that two texts share may end, from the longest on: after a whole word, and first of
+    all, as in TRL, before a space that follows it.
     """
     pieces = zip(_PIECE.findall(one), _PIECE.findall(other), strict=False)
     ends = list(accumulate(len(piece) for piece, _ in takewhile(lambda both: both[0] == both[1], pieces)))

@@ -29,7 +29,7 @@ def test_a_script_says_how_it_is_run(
     assert module.__doc__.splitlines()[0] in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", [name for name in SCRIPTS if name != "offline"])
+@pytest.mark.parametrize("name", SCRIPTS)
 def test_without_a_gpu_one_line_says_so(
     name: str, script: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -60,26 +60,6 @@ def test_a_table_prints_rows_in_markdown_and_keeps_what_has_no_column(
     kept = common.json.loads((tmp_path / "rows.json").read_text())
     assert kept["rows"] == [{"what": "a", "ms": 1.234, "more": [1]}, {"what": "b"}]
     assert {"command", "date", "device", "torch"} <= set(kept)
-
-
-@pytest.mark.parametrize(
-    ("line", "found"),
-    [
-        ("IADD3 R12, P0, R1, 0x2, RZ", True),  # the stack pointer
-        ("IADD3 R10, P1, R10, 0x2, RZ", True),  # of the kernel that read beyond its shared memory on an H100
-        ("IADD3 R10, P1, R5, 0x2, RZ", False),
-        ("@!P0 VIADD R1, R1, 0xffffff08", False),
-        ("STL.64 [R1+0x28], R4", False),
-        ("LDC.64 R10, c[0x0][0x248]", False),
-    ],
-)
-def test_what_ptxas_has_left_unwritten_is_found(script: Callable[[str], Any], line: str, found: bool) -> None:
-    before = ("LDC R1, c[0x0][0x28]", "LDC.64 R4, c[0x0][0x248]")
-    sass = "\n".join(
-        f"        /*00a0*/                   {text} ;"
-        for text in (*before, line, "BRA `(.L_x_0)", "IADD3 R7, R6, R5, RZ")
-    )
-    assert bool(script("offline").unwritten(sass)) == found
 
 
 def test_an_ftcli_command_that_fails_is_an_answer_with_its_error(script: Callable[[str], Any], tmp_path: Path) -> None:

@@ -221,7 +221,6 @@ def bench_result(tokens_per_second: float, step_ms: float, share: float | None =
     computing = TimedTokens(80, 100, tokens_per_second * 1.25, 0.2, 3, "unpadded", "a test")
     return BenchResult(
         recipe="r.yaml",
-        mode="training",
         model="m",
         device="cpu",
         dtype="float32",

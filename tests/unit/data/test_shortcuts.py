@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from ftcli.config.data import DataConfig
-from ftcli.data import traced
+from ftcli.data import chat_prefixes
 from ftcli.data.answers import spells
 from ftcli.data.encode import Encoder, TokenizedRows
 from ftcli.rows.row import Row
@@ -115,7 +115,7 @@ def test_rows_that_are_placed_by_what_is_known_are_those_that_are_looked_at(
         assert spells(tokenizer)
         known = read(tokenizer, official, chats, known=True)
         with monkeypatch.context() as patch:
-            patch.setattr(traced, "writes_in_order", lambda *_: False)
+            patch.setattr(chat_prefixes, "writes_in_order", lambda *_: False)
             looked = read(tokenizer, official, chats, known=False)
         assert known == looked, kind
         assert known.tokens

@@ -19,11 +19,12 @@ from transformers import AutoTokenizer
 
 from ftcli.config.data import DataConfig
 from ftcli.config.model import ModelConfig
+from ftcli.data.collate import with_images
 from ftcli.data.encode import Encoder
 from ftcli.data.pixels import PixelReader
 from ftcli.data.prepare import PreparedData, prepare
 from ftcli.data.survey import RowSurvey
-from ftcli.data.tokens import TokenizedRow
+from ftcli.data.tokens import TokenizedRow, shown_digest
 from ftcli.data.vision import Vision, load_vision, named
 from ftcli.errors import FtcliError
 from ftcli.labels import IGNORE_INDEX
@@ -203,6 +204,9 @@ def test_the_cache_knows_images_again_and_pixels_that_have_changed(tmp_path: Pat
     with pytest.raises(FtcliError) as caught:
         PixelReader(seen(), torch.float32).of(again.sequences[:])
     assert codes(caught) == [("FT416", 1)]
+    (tmp_path / "a.png").write_bytes(picture(seed=1))
+    with pytest.raises(FtcliError, match="its content is another"):
+        PixelReader(seen(), torch.float32).of(again.sequences[:])
     (tmp_path / "a.png").unlink()
     with pytest.raises(FtcliError) as caught:
         PixelReader(seen(), torch.float32).of(again.sequences[:])
@@ -232,7 +236,11 @@ def test_digests_tell_rows_with_other_images_apart(tmp_path: Path) -> None:
     row = {"images": ["a.png"], **chat(shown("q"), "a")}
     one = prepared(write(tmp_path, [row], {"a.png": picture()})).sequences.digest()
     other = prepared(write(tmp_path, [row], {"a.png": picture(41, 30)})).sequences.digest()
-    assert one != other
+    # Of one size in bytes, too: a run went on with the other.
+    alike = [encoded(Image.new("RGB", (40, 30), colour), "BMP") for colour in ("red", "blue")]
+    found = [prepared(write(tmp_path, [row], {"a.png": content})).sequences for content in alike]
+    assert len({one, other, *(table.digest() for table in found)}) == 4
+    assert [table[0].images[0].digest for table in found] == [shown_digest(content) for content in alike]
 
 
 def test_fewer_pixels_are_fewer_tokens(tmp_path: Path) -> None:
@@ -247,11 +255,24 @@ def test_pixels_are_the_same_however_many_read_them(tmp_path: Path) -> None:
     path = write(tmp_path, [{"images": [name], **chat(shown("q"), "a")} for name in images], images)
     rows = list(prepared(path).sequences)
     reader = PixelReader(seen(), torch.bfloat16, 6)
-    reader.ahead(rows[::-1])
-    found, alone = reader.of(rows), PixelReader(seen(), torch.bfloat16, 1).of(rows)
-    assert found.keys() == alone.keys()
-    assert all(torch.equal(found[name], alone[name]) for name in found)
-    assert found["pixel_values"].dtype == torch.bfloat16
+    alone = PixelReader(seen(), torch.bfloat16, 1).of(rows)
+    for ahead in ([rows], [rows[::-1]], [rows[:5], rows[5:]], [rows[3:7]]):
+        reader.ahead(ahead)
+        found = reader.of(rows)
+        assert found.keys() == alone.keys()
+        assert all(torch.equal(found[name], alone[name]) for name in found)
+        assert found["pixel_values"].dtype == torch.bfloat16
+
+
+def test_rows_of_one_length_make_tensors_that_can_be_page_locked(tmp_path: Path) -> None:
+    """None of them is expanded: such rows were a bug's exit on a GPU, where they filled nothing up."""
+    path = write(tmp_path, [{"images": ["a.png"], **chat(shown("q"), "a")}] * 2, {"a.png": picture()})
+    rows = list(prepared(path).sequences)
+    size = len(rows[0].input_ids)
+    batch = {"input_ids": torch.zeros(2, size, dtype=torch.int64)}
+    found = with_images(batch, [rows], PixelReader(seen(), torch.float32))
+    assert found["position_ids"].shape == (1, size)
+    assert all(tensor.is_contiguous() for tensor in found.values())
 
 
 def test_rows_are_encoded_alike_in_another_process(tmp_path: Path) -> None:

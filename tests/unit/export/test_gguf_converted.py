@@ -20,7 +20,7 @@ from ftcli.errors import FtcliError
 from ftcli.export.clean.process import CleanProcess
 from ftcli.export.clean.request import LOGITS, PICTURE, READ, ReloadAnswer, ReloadRequest
 from ftcli.export.gguf import convert
-from ftcli.export.gguf import seeing as llama_seeing
+from ftcli.export.gguf import images as llama_images
 from ftcli.export.gguf.file import prepare_gguf
 from ftcli.export.gguf.verify import LIBRARY
 from ftcli.export.source import resolve_source
@@ -179,7 +179,7 @@ def test_what_llama_cpp_sees_is_held_to_training(
     seeing: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The ids that it read are computed here, with the image's own tokens in their place."""
-    computed, vocabulary = llama_seeing._trained, 512
+    computed, vocabulary = llama_images._trained, 512
     said = torch.randn(1, vocabulary, generator=torch.Generator().manual_seed(0))
     given: list[dict[str, torch.Tensor]] = []
 
@@ -195,9 +195,9 @@ def test_what_llama_cpp_sees_is_held_to_training(
             found = said.flip(-1) if fault == "logits" else said
             return ReloadAnswer(tensors={READ: torch.tensor([9, 10, *[-1] * count, 11]), LOGITS: found})
 
-        return llama_seeing.compare_seen(source, replace(wanted, reload=reload), tmp_path, tmp_path, 0.02)
+        return llama_images.compare_seen(source, replace(wanted, reload=reload), tmp_path, tmp_path, 0.02)
 
-    monkeypatch.setattr(llama_seeing, "_trained", known)
+    monkeypatch.setattr(llama_images, "_trained", known)
     source = replace(resolve_source(seeing.run), offline=True, verify=False)
     wanted = prepare_gguf(source, lambda _: None)
     told, problems = answer("")

@@ -241,6 +241,8 @@ def test_an_unreachable_hub_is_noticed_at_once() -> None:
         ({**TINY, "num_key_value_heads": 3}, "FT305", "not a multiple"),
         ({**TINY, "head_dim": 10**400}, "FT305", "head_dim has 1329 bits"),
         ({**TINY, "logits_scaling": 10**400}, "FT305", "logits_scaling has 1,329 bits"),
+        ({**TINY, "final_logit_softcapping": "silu"}, "FT305", "final_logit_softcapping silu is no number"),
+        ({**TINY, "router_aux_loss_coef": [1]}, "FT305", "router_aux_loss_coef [1] is no number"),
         ({**TINY, "partial_rotary_factor": 1e308}, "FT305", "no part of a head"),
         ({**TINY, "rope_parameters": {"partial_rotary_factor": float("inf")}}, "FT305", "no part of a head"),
         ({**TINY, "rope_pct": float("nan")}, "FT305", "no part of a head"),

@@ -11,7 +11,7 @@ import pytest
 from ftcli.config.evaluation import RewardConfig
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.judges import CompletionBatch, Judge, JudgeAccess, JudgeScores, endpoint, open_judge
-from tests.chat_server import ChatServer, chat_server
+from tests.chat_server import ChatServer, chat_server, raw_server
 
 PROMPT = "Q {prompt} A {completion} K {answer} {topic} {unknown} {0}"
 
@@ -93,6 +93,31 @@ def test_one_that_stays_busy_is_a_failure_of_the_completion() -> None:
     assert "answered 500, and so in 2 further tries" in found.example
 
 
+@pytest.mark.parametrize("said", ["nan", "inf", "-1", "Fri, 31 Dec 9999 23:59:59 -9999"])
+def test_a_wait_that_nobody_could_mean_is_not_waited_for(said: str, no_waiting: list[float]) -> None:
+    answers = [(429, {"Retry-After": said}, b"busy"), (200, {}, "5")]
+    with chat_server(lambda number, _: answers[number]) as server:
+        assert scores(judge(server), "a").values == [5.0]
+    assert no_waiting[0] in (0.5, 60.0)
+
+
+#: A server that keeps the connection with a byte now and then has no answer, wherever it does so.
+DRIPS = {"in its headers": b"HTTP/1.1 200 OK\r\nX: ", "in its answer": b"HTTP/1.1 200 OK\r\n\r\n"}
+
+
+@pytest.mark.parametrize("begin", DRIPS.values(), ids=DRIPS)
+def test_the_limit_is_that_of_the_whole_answer(begin: bytes) -> None:
+    with raw_server(begin, b" ") as url:
+        found = scores(judge(ChatServer(url), retries=0, timeout=0.4), "a")
+    assert "no whole answer within 0.4 s" in str(found.example)
+
+
+def test_an_error_that_is_cut_off_is_tried_again() -> None:
+    with raw_server(b"HTTP/1.1 500 No\r\nTransfer-Encoding: chunked\r\n\r\nZZZ\r\n") as url:
+        found = scores(judge(ChatServer(url), retries=1), "a")
+    assert "and so in 1 further tries" in str(found.example)
+
+
 def test_an_address_where_nobody_is_is_a_failure_too() -> None:
     with chat_server(lambda *_: (200, {}, "1")) as server:
         pass
@@ -155,6 +180,15 @@ def test_answers_are_kept_and_asked_for_once(tmp_path: Path) -> None:
         scores(judge(server, access, request={"temperature": 0}), "a")
         scores(judge(server, access, model="other"), "a")
     assert len(server.requests) == 4
+
+
+def test_replies_that_cannot_be_kept_are_told(tmp_path: Path) -> None:
+    with chat_server(lambda *_: (200, {}, "\ud800 7")) as server:
+        assert scores(judge(server, JudgeAccess(cache=tmp_path)), "a").values == [7.0]  # of half a pair a mark is kept
+        (tmp_path / "judges.sqlite").write_bytes(b"no database" * 100)
+        with pytest.raises(FtcliError, match=r"judges\.sqlite, which keeps replies, cannot be used") as error:
+            scores(judge(server, JudgeAccess(cache=tmp_path)), "a")
+    assert (error.value.findings[0].code, error.value.exit_code) == ("FT470", ExitCode.DATA)
 
 
 def test_the_budget_ends_the_run_and_what_was_paid_for_is_kept(tmp_path: Path) -> None:

@@ -8,17 +8,13 @@ from pathlib import Path
 import pytest
 
 from ftcli.config.load import LoadedRecipe, load_recipe
-from ftcli.errors import FtcliError
 from ftcli.facts.device import named_device
 from ftcli.pipeline import benchmark
 from ftcli.pipeline.bench_result import BenchOptions, PredictedMemory, predicted_memory
 from ftcli.pipeline.benchmark import bench_recipe
-from ftcli.plan.memory.estimate import estimate_memory
-from ftcli.preflight.checks.context import Command
 from ftcli.preflight.report import PreflightReport
 from ftcli.preflight.stages import preflight
 from ftcli.reporting import Session
-from tests.estimates import plan_of
 
 TEXT = """
 version: 1
@@ -40,8 +36,7 @@ def loaded(tmp_path: Path) -> LoadedRecipe:
 def report_of(loaded: LoadedRecipe, options: BenchOptions, device: str) -> PreflightReport:
     recipe = bench_recipe(loaded.recipe, options)
     roomy = replace(named_device(device), memory_bytes=None, free_bytes=None)
-    command: Command = "bench --eval" if options.evaluation else "bench"
-    return preflight(replace(loaded, recipe=recipe), command=command, device=roomy, offline=True)
+    return preflight(replace(loaded, recipe=recipe), command="bench", device=roomy, offline=True)
 
 
 def test_a_training_benchmark_predicts_no_evaluation(loaded: LoadedRecipe) -> None:
@@ -52,28 +47,6 @@ def test_a_training_benchmark_predicts_no_evaluation(loaded: LoadedRecipe) -> No
     assert memory.parts["gradients"] == memory.parts["adapters"]  # one micro-batch a step
     found = predicted_memory(report_of(loaded, options, "h200"), options)
     assert found == PredictedMemory(memory.total_bytes, memory.allocated_bytes)
-
-
-def test_an_evaluation_benchmark_predicts_evaluation_alone(loaded: LoadedRecipe) -> None:
-    options = BenchOptions(batch=2, evaluation=True)
-    recipe, report = bench_recipe(loaded.recipe, options), report_of(loaded, options, "h200")
-    alone = estimate_memory(plan_of(recipe, report.facts, report.device, "eval"))
-    assert alone is not None
-    assert set(alone.phases) == {"evaluation"}
-    assert predicted_memory(report, options).predicted_allocated_bytes == alone.allocated_bytes
-
-
-def test_evaluation_is_timed_where_training_does_not_fit(loaded: LoadedRecipe) -> None:
-    """It was refused for the memory of a training step that it never takes."""
-    options = BenchOptions(batch=2, evaluation=True)
-    plan = report_of(loaded, options, "h200").plan
-    recipe = replace(loaded, recipe=plan.under(False).recipe)
-    needed = report_of(loaded, options, "h200").memory
-    assert needed is not None
-    tight = replace(named_device("h200"), memory_bytes=needed.total_bytes * 5 // 4)
-    assert preflight(recipe, command="bench --eval", device=tight, offline=True).verdict is not None
-    with pytest.raises(FtcliError, match="FT601"):
-        preflight(recipe, command="bench", device=tight, offline=True)
 
 
 def test_only_like_is_compared_with_like(loaded: LoadedRecipe) -> None:
@@ -99,8 +72,6 @@ def test_a_benchmark_of_a_recipe_of_pairs_plans_the_pairs_that_it_times(tmp_path
     made, options = load_recipe(path), BenchOptions(batch=2)
     plan = report_of(made, options, "h200").plan
     assert (made.recipe.train.method, plan.method.name, plan.rows) == ("dpo", "dpo", 4)
-    evaluated = report_of(made, replace(options, evaluation=True), "h200").plan
-    assert (evaluated.method.name, evaluated.rows) == ("sft", 2)
 
 
 @pytest.mark.parametrize(("prompt", "shared"), [(None, 341), (512, 512), (5000, 1023)])

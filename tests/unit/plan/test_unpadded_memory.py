@@ -42,7 +42,7 @@ def test_on_the_kernels_it_is_that_of_full_rows_rounded_up(
             assert after.allocated_bytes <= 1.001 * before.allocated_bytes
     plan = plan_of(unpadded.recipe, unpadded.facts, "h200")
     assert plan.execution.batches.layout == "unpadded"
-    assert plan.tokens == bucket(rows * longest)
+    assert plan.tokens == bucket(rows * longest, plan.execution.batches.few_up_to)
     assert plan_of(padded.recipe, padded.facts, "h200").tokens == rows * longest
 
 

@@ -8,10 +8,10 @@ from typing import get_args
 
 import pytest
 
+from ftcli.errors import is_out_of_memory, said_of
 from ftcli.plan.memory.terms import Phase
-from ftcli.run.out_of_memory import is_out_of_memory, said_of
-from ftcli.train.context import _estimated, _where
 from ftcli.train.loop import Doing
+from ftcli.train.out_of_memory import _estimated, _where
 
 
 @pytest.mark.parametrize(

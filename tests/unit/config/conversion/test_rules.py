@@ -14,7 +14,7 @@ import yaml
 
 from ftcli.cli.app import main
 from ftcli.config.conversion.convert import convert
-from ftcli.config.load import load_recipe
+from ftcli.config.load import load_recipe, load_text
 from ftcli.config.recipe import Recipe
 from ftcli.errors import FtcliError
 from tests.foreign_recipes import AXOLOTL, FILES, TORCHTUNE
@@ -72,6 +72,24 @@ def test_dora_of_torchtune(made: Callable[..., Made]) -> None:
 
 
 @pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        (
+            "x.yaml",
+            'base_model: m\nsequence_len: 8\nunknown_here: "a\\0"\nchat_template_kwargs: {"\\ud800": 1}\n',
+        ),
+        ("x.py", "m = FastLanguageModel.from_pretrained('m', revision='a\\0')\nd = load_dataset('\\0\\ud800')\n"),
+    ],
+)
+def test_text_that_no_recipe_may_hold_is_told_and_left_out(file: str, text: str, tmp_path: Path) -> None:
+    (tmp_path / file).write_text(text)
+    made = convert(tmp_path / file)
+    assert [finding.code for finding in made.findings if finding.severity == "error"].count("FT120") == 2
+    assert file == "x.py" or any("`unknown_here` has no" in finding.message for finding in made.findings)
+    load_text(made.text, tmp_path / "ours.yaml")
+
+
+@pytest.mark.parametrize(
     ("text", "code", "help"),
     [
         ("base_model: m\nrl: gdpo\nsequence_len: 8\n", "FT163", "smoke-grpo"),
@@ -89,6 +107,7 @@ def test_dora_of_torchtune(made: Callable[..., Made]) -> None:
         ("base_model: m\nprocess_reward_model: true\nsequence_len: 8\n", "FT163", "smoke-grpo"),
         ("model_name_or_path: m\nfinetuning_type: freeze\ncutoff_len: 8\n", "FT163", "LoRA"),
         ("base_model: m\nbase_model: n\nsequence_len: 8\n", "FT113", "keep one"),
+        ('base_model: "\\0"\nsequence_len: 8\n', "FT120", "name the base model"),
         ("", "FT105", "recipes list"),
     ],
 )

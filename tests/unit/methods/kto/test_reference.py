@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from ftcli.data.tokens import unit_digest
 from ftcli.labels import IGNORE_INDEX
 from ftcli.methods.kto.reference import known_of, mismatched_rows, scored_ahead
-from ftcli.methods.preference.cache import unit_digest
 from ftcli.methods.preference.reference import AheadOfTraining, Reference
 from ftcli.methods.preference.reference import scored_ahead as of_pairs
 from ftcli.methods.preference.settings import PreferenceConfig

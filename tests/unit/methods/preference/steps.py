@@ -99,6 +99,7 @@ def job_of(batches: Batches = PADDED, *, size: int = 4, accumulation: int = 1) -
     recipe = SimpleNamespace(train=train)
     return SimpleNamespace(
         pixel_reader=lambda: None,
+        vision="text alone",
         recipe=recipe,
         device=torch.device("cpu"),
         dtypes=PLAN,

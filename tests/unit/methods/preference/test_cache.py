@@ -16,20 +16,20 @@ import pytest
 import torch
 
 from ftcli.config.model import QuantizationConfig
+from ftcli.data.tokens import RowImage, shown_digest, unit_digest
 from ftcli.methods.preference import cache as key_module
-from ftcli.methods.preference.cache import ReferenceCache, reference_key, unit_digest
+from ftcli.methods.preference.cache import ReferenceCache, reference_key
 from ftcli.methods.preference.reference import (
     AheadOfTraining,
     Reference,
     by_answer,
     by_unit,
     scored_ahead,
-    seen_units,
-    steps_of,
 )
 from ftcli.methods.preference.settings import PreferenceConfig
 from ftcli.model.initial_adapters import remember_initial, remember_start
 from ftcli.model.patch import patch
+from ftcli.train.epochs import seen_units, steps_of
 from tests.unit.methods.preference import steps
 from tests.unit.methods.preference.steps import PADDED, UNPADDED, epochs_of_pairs, objective_of, require_same, step
 
@@ -156,6 +156,16 @@ def test_a_pair_is_its_tokens_and_what_is_scored_of_them() -> None:
     assert len({known, *found}) == 6
 
 
+def test_a_pair_is_what_its_images_hold() -> None:
+    """Tokens stand for the size of an image alone: another of that size had the reference's values of the first."""
+    chosen, rejected = steps.rows()[:2]
+    held = [RowImage(None, content, 2, 2, (1, 1), 3) for content in (b"red", b"blu")]
+    files = [RowImage("shown.png", None, 2, 2, (1, 1), 3, digest=shown_digest(content)) for content in (b"red", b"blu")]
+    found = [unit_digest(replace(chosen, images=(image,)), rejected) for image in (*held, *files)]
+    assert found[:2] == found[2:]
+    assert len({*found, unit_digest(chosen, rejected)}) == 3
+
+
 def job_of(folder: Path | None = None, batches: Any = PADDED, said: list[str] | None = None, **of_recipe: Any) -> Any:
     """A job as far as a reference asks for it."""
     made = steps.job_of(batches, size=2)
@@ -214,6 +224,7 @@ KEYED: dict[str, Callable[[], Any]] = {
     "kernels": lambda: job_of(kernels="reference"),
     "layout": lambda: job_of(batches=UNPADDED),
     "quantization": lambda: job_of(quantization={"method": "nf4"}),
+    "images": lambda: SimpleNamespace(**{**vars(job_of()), "vision": SimpleNamespace(identity="an image processor")}),
 }
 
 

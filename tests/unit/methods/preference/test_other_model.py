@@ -15,10 +15,10 @@ from datasets import Dataset
 from trl import DPOConfig, DPOTrainer
 
 from ftcli.config.model import ModelConfig
+from ftcli.data.tokens import unit_digest
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.facts.tokenizer import foreign_tokens
 from ftcli.methods.kto.reference import scored_ahead as labels_ahead
-from ftcli.methods.preference.cache import unit_digest
 from ftcli.methods.preference.evaluate import PairEvaluator
 from ftcli.methods.preference.objective import PairObjective, tell_start
 from ftcli.methods.preference.pairs import SCORED, ScoredAnswers

@@ -16,12 +16,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from ftcli.methods.preference.cache import reference_key, weight_digests
+from ftcli.methods.preference.cache import reference_key
 from ftcli.methods.preference.objective import PairObjective
 from ftcli.methods.preference.reference import scored_ahead
 from ftcli.model.backbone import base_of
 from ftcli.model.fsdp import RankShards, shard
 from ftcli.model.patch import patch
+from ftcli.model.weight_digests import weight_digests
 from ftcli.plan.batches import Batches
 from tests.quantized import PLAN
 from tests.unit.methods.preference import steps

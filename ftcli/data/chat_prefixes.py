@@ -1,13 +1,13 @@
-"""Every beginning of a conversation out of one rendering, for chat templates that write one message after the other.
+"""Renders a conversation once for all its prefixes, under chat templates that write one message after the other.
 
 A template that asks for message after message has written, when it asks for message k, what it writes of the first k
 messages up to there: it has seen no other. What it writes after its loop is the same for all of them, if it depends on
 nothing that the loop changes. So one text, with the place at which each message was asked for, holds the text and the
-prompt of each of its beginnings.
+prompt of each of its prefixes.
 
 Nothing is assumed of a template: its tree is looked at once, what it asks of the messages is watched in each rendering,
-and the first conversation of each shape is compared with what transformers makes of all its beginnings. Templates that
-look ahead (at the number of messages, at the last one) are rendered for each beginning by :mod:`ftcli.data.template`.
+and the first conversation of each shape is compared with what transformers makes of all its prefixes. Templates that
+look ahead (at the number of messages, at the last one) are rendered for each prefix by :mod:`ftcli.data.template`.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ if TYPE_CHECKING:
 
 _MESSAGES, _PROMPT = "messages", "add_generation_prompt"
 #: Who may ask for the next message: a loop of the template, without and with the variable ``loop``. Who asks for it
-#: while the one before is written (``loop.last`` does) has another name.
+#: while the one before is written (``loop.last``, in jinja2's ``_peek_next``) has another name; were these names others
+#: in another jinja2, every conversation would be rendered prefix by prefix.
 _LOOPS = frozenset({"root", "__next__"})
 #: Shapes of conversations that are remembered.
 _MOST_SHAPES = 2000
 
 
 @dataclass(frozen=True, slots=True)
-class Beginnings:
+class Prefixes:
     """A conversation's ``text``, the place in it at which each message is asked for, and the end of them, and what the
     template writes there, without and with a generation prompt.
     """
@@ -50,7 +51,7 @@ class Beginnings:
         return self.text[: self.places[count]] + (self.prompt if generation_prompt else self.end)
 
 
-class Traced:
+class PrefixRenderer:
     """Renders conversations of text with a template that writes message after message.
 
     Args:
@@ -64,10 +65,8 @@ class Traced:
         self._prompt: str | None = None
         self._shapes: dict[object, bool] = {}
 
-    def beginnings(
-        self, chat: Sequence[Message], render: Callable[[Sequence[Message], bool], str]
-    ) -> Beginnings | None:
-        """The conversation's beginnings; None where they have to be rendered one by one.
+    def prefixes(self, chat: Sequence[Message], render: Callable[[Sequence[Message], bool], str]) -> Prefixes | None:
+        """The conversation's prefixes; None where they have to be rendered one by one.
 
         Args:
             render: What transformers makes of messages, without and with a generation prompt.
@@ -100,7 +99,7 @@ class Traced:
         self._shapes[shape] = known and made is not None
         return made if known else None
 
-    def _made(self, template: Template, chat: Sequence[Message]) -> Beginnings | None:
+    def _made(self, template: Template, chat: Sequence[Message]) -> Prefixes | None:
         if self._prompt is None:
             asked = self._written(template, chat, prompt=True)
             if asked is None:
@@ -110,7 +109,7 @@ class Traced:
         if found is None:
             return None
         text, places = found
-        return Beginnings(text, places, text[places[-1] :], self._prompt)
+        return Prefixes(text, places, text[places[-1] :], self._prompt)
 
     def _written(self, template: Template, chat: Sequence[Message], *, prompt: bool) -> tuple[str, list[int]] | None:
         """The text, and how much of it was there whenever the next message, or the end of them, was asked for."""
@@ -128,7 +127,7 @@ class _Watch:
     Attributes:
         places: Characters that were there when each message, and at last the end of them, was asked for.
         next: The message that is asked for next.
-        spoiled: Something was asked of which the answer may be another one for a beginning of the conversation.
+        spoiled: Something was asked of which the answer may be another one for a prefix of the conversation.
     """
 
     __slots__ = ("chat", "length", "loop", "next", "places", "spoiled")

@@ -30,7 +30,7 @@ IMAGE = 0.02
 def compare_seen(
     source: ExportSource, wanted: ExpectedFile, path: Path, projector: Path, allowed: float
 ) -> tuple[dict[str, str | float], list[str]]:
-    """What the record says, and problems. Which tokens stand around an image is llama.cpp's to say here.
+    """Facts for the record, and problems. Which tokens stand around an image is llama.cpp's to say here.
 
     Args:
         allowed: The relative error of the logits that passes.

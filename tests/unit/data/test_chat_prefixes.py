@@ -1,4 +1,4 @@
-"""One rendering tells what all beginnings of a conversation are, or says that it cannot."""
+"""One rendering tells what all prefixes of a conversation are, or says that it cannot."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ftcli.assets import asset
-from ftcli.data.traced import Traced, compiled, writes_in_order
+from ftcli.data.chat_prefixes import PrefixRenderer, compiled, writes_in_order
 from tests.unit.data.official import NAMES, Official
 
 PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}<end_of_turn>{% endfor %}"
@@ -22,16 +22,16 @@ def chat(*texts: str, system: str | None = None) -> list[dict[str, Any]]:
 
 
 def compare(tokenizer: PreTrainedTokenizerBase, chats: Sequence[list[dict[str, Any]]]) -> int:
-    """How many of the conversations are traced; each of their beginnings is what transformers makes of it."""
+    """How many of the conversations are rendered once; each of their prefixes is what transformers makes of it."""
 
     def render(messages: Sequence[Any], generation_prompt: bool) -> str:
         return str(
             tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=generation_prompt)
         )
 
-    traced, count = Traced(tokenizer, str(tokenizer.chat_template), {}), 0
+    renderer, count = PrefixRenderer(tokenizer, str(tokenizer.chat_template), {}), 0
     for messages in chats:
-        found = traced.beginnings(messages, render)
+        found = renderer.prefixes(messages, render)
         if found is None:
             continue
         count += 1
@@ -42,7 +42,7 @@ def compare(tokenizer: PreTrainedTokenizerBase, chats: Sequence[list[dict[str, A
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_beginnings_under_official_templates_are_those_of_transformers(name: str) -> None:
+def test_prefixes_under_official_templates_are_those_of_transformers(name: str) -> None:
     compare(
         Official(name).tokenizer,
         [
@@ -55,7 +55,7 @@ def test_beginnings_under_official_templates_are_those_of_transformers(name: str
 
 
 @pytest.mark.parametrize("name", ["qwen2_5", "llama3", "llama3_1", "gemma3"])
-def test_templates_that_write_message_after_message_are_traced(name: str) -> None:
+def test_templates_that_write_message_after_message_are_rendered_once(name: str) -> None:
     assert compare(Official(name).tokenizer, [chat("q", "a", "r", "b"), chat("q", "a", system="s")] * 2) == 4
 
 
@@ -108,7 +108,7 @@ def test_what_only_the_words_decide_is_seen(template: str) -> None:
     )
 
 
-def test_what_is_decided_by_messages_that_were_shown_is_traced() -> None:
+def test_what_is_decided_by_messages_that_were_shown_is_rendered_once() -> None:
     tokenizer = AutoTokenizer.from_pretrained(str(asset("tokenizers", "bytes")))
     tokenizer.chat_template = (
         "{% if messages[0].role == 'system' %}{{ messages[0].content }}{% set rest = messages[1:] %}"
@@ -141,7 +141,7 @@ def test_a_refusal_is_left_to_who_renders_one_by_one() -> None:
         (PLAIN + "{{ messages[0].content }}", False),
     ],
 )
-def test_the_tree_of_a_template_tells_whether_it_can_be_traced(template: str, expected: bool) -> None:
+def test_the_tree_of_a_template_tells_whether_one_rendering_is_enough(template: str, expected: bool) -> None:
     found = compiled(template)
     assert found is not None, "transformers compiles templates elsewhere: look for its new way"
     assert writes_in_order(found.environment, template) is expected
