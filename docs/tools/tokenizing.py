@@ -3,6 +3,8 @@
 ``python docs/tools/tokenizing.py 10000 100000 1000000`` prints a line for each: rows a second of CPU time with masks,
 the same of transformers alone (``apply_chat_template``, then the tokenizer) on the first rows, the peak of the process'
 memory before and after, and the seconds in which a second run finds the tokens in the cache.
+``--windows`` before the numbers reads the same rows as `data.streaming` does, and prints the most that windows take on
+the disk, and the peaks of this process and of the one that tokenizes.
 The chats have one to three turns of words from docs/, the tokenizer is BPE of 16,000 pieces trained on the same, the
 template is ChatML.
 """
@@ -12,6 +14,7 @@ from __future__ import annotations
 import json
 import random
 import resource
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -23,8 +26,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from ftcli.assets import template_path
-from ftcli.config.data import DataConfig
+from ftcli.config.data import DataConfig, DatasetConfig, Window
+from ftcli.data.encode import TEXT_ALONE
 from ftcli.data.prepare import prepare
+from ftcli.data.tokens import TokenStore
+from ftcli.data.windows import WindowMaker, WindowProcess, WindowStart
 from ftcli.units import size
 
 DOCS = Path(__file__).parent.parent
@@ -92,17 +98,51 @@ def measured(count: int) -> str:
     return f"| {count:,} | {rates} | {size(before)} | {size(_peak())} | {cached:.2f} |"
 
 
-def _peak() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+def in_windows(count: int) -> str:
+    """A line of the table of windows: each is taken as training takes it, and thrown away."""
+    tokenizer = tokenizer_of([str(page) for page in sorted(DOCS.glob("*.md"))])
+    stops = [int(tokenizer.convert_tokens_to_ids("<|im_end|>"))]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "rows.jsonl"
+        write_rows(path, count)
+        source = DatasetConfig(path=str(path)).with_window(Window(0, BUFFER))
+        data = DataConfig(train=(source,), streaming=True, buffer_size=BUFFER)
+        maker = WindowMaker(data, tokenizer, stops, TEXT_ALONE, WindowStart(), offline=True)
+        (Path(folder) / "windows").mkdir()
+        process = WindowProcess(maker, Path(folder) / "windows", beside=True)
+        rows = most = windows = 0
+        begun = time.perf_counter()
+        while rows < count:
+            made = process.next()
+            rows += len(TokenStore(made.folder / "0"))
+            windows += 1
+            most = max(most, sum(file.stat().st_size for file in process.folder.rglob("*") if file.is_file()))
+            shutil.rmtree(made.folder)
+        seconds = time.perf_counter() - begun
+        process.end()
+        held = path.stat().st_size
+    peaks = f"{size(_peak())} | {size(_peak(resource.RUSAGE_CHILDREN))}"
+    return f"| {count:,} | {size(held)} | {windows} | {size(most)} | {peaks} | {rows / seconds:,.0f} |"
 
 
+def _peak(of: int = resource.RUSAGE_SELF) -> int:
+    return resource.getrusage(of).ru_maxrss * 1024
+
+
+#: Rows of a window, which is what `data.buffer_size` says where a recipe does not.
+BUFFER = 16_384
+WINDOWS = (
+    "| rows | file | windows | most on the disk | peak here | peak beside | rows/s |\n|---|---|---|---|---|---|---|\n"
+)
 HEAD = "| rows | rows/s | transformers alone | peak before | peak | s from the cache |\n|---|---|---|---|---|---|\n"
 
 if __name__ == "__main__":
-    if len(sys.argv) == 2:
-        sys.stdout.write(measured(int(sys.argv[1])) + "\n")
+    streams = "--windows" in sys.argv
+    counts = [word for word in sys.argv[1:] if word != "--windows"]
+    if len(counts) == 1:
+        sys.stdout.write((in_windows if streams else measured)(int(counts[0])) + "\n")
     else:
-        sys.stdout.write(HEAD)
+        sys.stdout.write(WINDOWS if streams else HEAD)
         sys.stdout.flush()
-        for rows in sys.argv[1:]:  # each in a process of its own, whose peak is its own
-            subprocess.run([sys.executable, __file__, rows], check=True)  # noqa: S603
+        for rows in counts:  # each in a process of its own, whose peak is its own
+            subprocess.run([sys.executable, __file__, *(["--windows"] if streams else []), rows], check=True)  # noqa: S603

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Protocol
 
 from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr, field_validator
 
@@ -28,6 +28,46 @@ class Part:
 
     share: float
     held_out: bool
+
+
+class Shards(Protocol):
+    """Lists and fetches the files of a remote source: :class:`ftcli.rows.remote.RemoteData`."""
+
+    def listed(self, path: str) -> Sequence[tuple[str, str, Any]]:
+        """Name and identity of each file, and what :meth:`fetch` takes."""
+        ...
+
+    def fetch(self, path: str, file: Any) -> Path:
+        """The file on this machine."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class StreamPlace:
+    """How far a stream has come: passes that are ``over``, shards of this one that are read (by name, with what tells
+    their content), and of the one that is being read its name and the number of its last row.
+    """
+
+    over: int = 0
+    read: Mapping[str, str] = field(default_factory=dict)
+    shard: str | None = None
+    row: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Up to ``rows`` rows of a streamed source, from ``place`` on; ``seed`` orders its shards.
+
+    Attributes:
+        ends: The window ends with a pass.
+        remote: What reads the files of a remote source.
+    """
+
+    seed: int
+    rows: int
+    ends: bool = True
+    remote: Shards | None = None
+    place: StreamPlace = field(default_factory=StreamPlace)
 
 
 class DatasetConfig(Section):
@@ -72,6 +112,18 @@ class DatasetConfig(Section):
     )
     _files: tuple[tuple[str, Path], ...] | None = PrivateAttr(default=None)
     _part: Part | None = PrivateAttr(default=None)
+    _window: Window | None = PrivateAttr(default=None)
+
+    @property
+    def window(self) -> Window | None:
+        """The part of a streamed source that is read; None: it is no stream."""
+        return self._window
+
+    def with_window(self, window: Window) -> DatasetConfig:
+        """The same source, of which these rows are read."""
+        copy = self.model_copy()
+        copy._window = window
+        return copy
 
     @property
     def files(self) -> tuple[tuple[str, Path], ...] | None:
@@ -172,6 +224,14 @@ class DataConfig(Section):
         description="Tokens that bear loss. `auto`: assistant turns of messages, completions of prompt_completion and"
         " alpaca rows, all of text, the labels of tokenized rows.",
     )
+    streaming: bool = Field(
+        default=False,
+        description="Read `train` in windows of `buffer_size` rows, tokenized while the one before is trained on; at "
+        "most two lie on disk. Needs `train.max_steps`.",
+    )
+    buffer_size: Annotated[int, Field(ge=1, le=10**8)] = Field(
+        default=16384, description="Rows that are shuffled, and packed, together under `streaming`."
+    )
     packing: bool = Field(
         default=False,
         description="Several rows in one sequence of up to `max_seq_len` tokens, without attention across rows.",
@@ -216,6 +276,13 @@ class DataConfig(Section):
         """How often an epoch shows the rows of each source of `train`; None where all are seen once."""
         found = tuple(source.epochs or 1.0 for source in self.train)
         return found if any(source.epochs is not None for source in self.train) else None
+
+    def rows_of_window(self, number: int) -> list[int]:
+        """Rows of each source of `train` in a window of a stream: `buffer_size`, shared out by weights."""
+        weights = self.weights or (1.0,) * len(self.train)
+        share = self.buffer_size / sum(weights)
+        ends = [[int(turn * share * weight) for weight in weights] for turn in (number, number + 1)]
+        return [max(1, end - begin) for begin, end in zip(*ends, strict=True)]
 
     @property
     def measures(self) -> bool:

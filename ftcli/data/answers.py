@@ -13,10 +13,15 @@ from __future__ import annotations
 
 import json
 import re
+from array import array as packed
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ftcli.labels import IGNORE_INDEX, labels_of
 from ftcli.plain import JsonObject
@@ -165,6 +170,7 @@ class TokenizedText:
     Attributes:
         offsets: The characters that each token stands for, as the tokenizer told them.
         apart: False where the first token of the last answer could not be told from its prompt's last one.
+        array: The ids, int32, where they lie in one.
     """
 
     rendered: Rendered
@@ -172,6 +178,7 @@ class TokenizedText:
     trained: Spans | None = None
     offsets: list[tuple[int, int]] = field(default_factory=list)
     apart: bool = True
+    array: NDArray[np.int32] | None = field(default=None, compare=False)
 
     def labels(self) -> list[int]:
         """The id inside a span, IGNORE_INDEX elsewhere; nothing predicts the first token."""
@@ -181,6 +188,17 @@ class TokenizedText:
         for first, last in self.trained:
             labels[max(1, first) : last] = self.ids[max(1, first) : last]
         return labels
+
+    def spans(self) -> Spans:
+        """The supervised positions, if they are known: runs that touch are one. Nothing predicts the first token."""
+        found: list[tuple[int, int]] = []
+        for first, last in self.trained or ():
+            first = max(1, first)
+            if found and first <= found[-1][1]:
+                found[-1] = (found[-1][0], max(last, found[-1][1]))
+            elif first < last:
+                found.append((first, last))
+        return tuple(found)
 
     def ends_at(self, stops: Collection[int]) -> bool:
         """True if it is known that each span ends with one of these tokens."""
@@ -205,6 +223,8 @@ class BoundaryTokenizer:
         added = {str(token): index for token, index in tokenizer.get_added_vocab().items()}
         self._breaks = frozenset(tokenizer.all_special_ids) | frozenset(added.values())
         self._added = added if frozenset(added.values()) == self._breaks and spells(tokenizer) else {}
+        self._is_break = np.zeros(max(self._breaks, default=0) + 1, dtype=bool)
+        self._is_break[list(self._breaks)] = True
         self._find = re.compile("|".join(re.escape(token) for token in sorted(added, key=len, reverse=True)))
         self._known: dict[str, list[int]] = {}
 
@@ -244,22 +264,36 @@ class BoundaryTokenizer:
             [row.text for row in chosen], add_special_tokens=False
         )
         ids = [one.ids for one in encoded]
-        heads = [self._heads(row, found) for row, found in zip(chosen, ids, strict=True)]
+        arrays, breaks = self._arrays(ids)
+        heads = [self._heads(row, *found) for row, *found in zip(chosen, ids, breaks, strict=True)]
         alone = self._alone([text for row in heads for _, text, _ in row])
         made: dict[int, TokenizedText] = {}
-        for row, found, places in zip(chosen, ids, heads, strict=True):
+        for row, found, places, array in zip(chosen, ids, heads, arrays, strict=True):
             trained = tuple((begin + len(alone[text]), last) for begin, text, last in places)
             starts = ((begin, text) for begin, text, _ in places)
             if places and all(found[begin : begin + len(alone[text])] == alone[text] for begin, text in starts):
-                made[id(row)] = TokenizedText(row, found, trained)
+                made[id(row)] = TokenizedText(row, found, trained, array=array)
         return [made.get(id(row)) for row in rows]
 
-    def _heads(self, row: Rendered, ids: list[int]) -> list[tuple[int, str, int]]:
+    def _arrays(self, rows: Sequence[list[int]]) -> tuple[list[NDArray[np.int32]], list[list[int]]]:
+        """The ids of each row as an array, and which of them are added tokens."""
+        flat, ends = packed("i"), [0]
+        for ids in rows:
+            flat.extend(ids)
+            ends.append(len(flat))
+        held = np.frombuffer(flat, dtype=np.int32) if flat else np.zeros(0, dtype=np.int32)
+        found = np.flatnonzero(self._is_break[np.minimum(held, len(self._is_break) - 1)] & (held < len(self._is_break)))
+        parts = np.searchsorted(found, ends).tolist()
+        arrays = [held[begin:end] for begin, end in pairwise(ends)]
+        inside = found - np.repeat(ends[:-1], np.diff(parts))
+        places: list[int] = inside.tolist()
+        return arrays, [places[begin:end] for begin, end in pairwise(parts)]
+
+    def _heads(self, row: Rendered, ids: list[int], breaks: list[int]) -> list[tuple[int, str, int]]:
         """For each span the last added token of its prompt with the text from there on, and the end of the span.
 
         Empty where added tokens and text do not agree, and where an answer begins with the text or ends otherwise.
         """
-        breaks = [n for n, token in enumerate(ids) if token in self._breaks]
         marks = [(*found.span(), self._added[found[0]]) for found in self._find.finditer(row.text)]
         if [ids[n] for n in breaks] != [token for _, _, token in marks]:
             return []

@@ -19,8 +19,8 @@ from ftcli.config.data import DataConfig, DatasetConfig
 from ftcli.data.tokens import TokenStore, TokenWriter
 from ftcli.paths import scratch
 from ftcli.plain import JsonObject, plain_fields
+from ftcli.rows.hub import hub_commit
 from ftcli.rows.places import files_of, is_hub
-from ftcli.rows.reading import hub_commit
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -121,7 +121,7 @@ class TokenCache:
             staged = self._staged(self._folder)
             if staged is not None:
                 try:
-                    _write(staged, fill)
+                    write_store(staged, fill)
                     return self._keep(staged, self._folder / key)
                 except OSError as error:
                     self._warn(f"tokenized data cannot be cached in {self._folder} ({error}); going on without a cache")
@@ -132,7 +132,7 @@ class TokenCache:
             self._scratch = stack.enter_context(scratch("tokens")).path
             weakref.finalize(self, stack.close)
         folder = Path(tempfile.mkdtemp(dir=self._scratch))
-        _write(folder, fill)
+        write_store(folder, fill)
         return TokenStore(folder)
 
     def _staged(self, root: Path) -> Path | None:
@@ -155,9 +155,12 @@ class TokenCache:
         return TokenStore(path)
 
 
-def _write(folder: Path, fill: Callable[[TokenWriter], JsonObject]) -> None:
+def write_store(folder: Path, fill: Callable[[TokenWriter], JsonObject]) -> JsonObject:
+    """Writes a store into ``folder`` with ``fill``, which returns its facts; returns these."""
     writer = TokenWriter(folder)
     try:
-        writer.finish(fill(writer))
+        facts = fill(writer)
+        writer.finish(facts)
     finally:
         writer.close()
+    return facts

@@ -6,14 +6,15 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from ftcli.config.data import DataConfig
 from ftcli.data.answers import BoundaryTokenizer, Rendered, TokenizedText, answered_from, split_between
 from ftcli.data.chats import Chats, stops_of
 from ftcli.data.omissions import reasoning_of
 from ftcli.data.template import Renderer, renderer_of, training_form
-from ftcli.data.tokens import EncodedArrays, RowImage, TokenizedRow, encoded_of
+from ftcli.data.tokens import EncodedArrays, PlacedRow, RowImage, TokenizedRow, encoded_of
 from ftcli.data.vision import Vision
 from ftcli.errors import Finding, FtcliError
 from ftcli.labels import IGNORE_INDEX, end_at_stop, without_loss
@@ -65,15 +66,18 @@ class EncodedRows:
     implicit: str = ""
 
 
+_R = TypeVar("_R")
+
+
 @dataclass(slots=True)
-class TokenizedRows:
+class TokenizedRows(Generic[_R]):
     """Rows at full length, in order (several of one conversation where its turns need them), and what is wrong.
 
     ``overlong`` are conversations of which it is clear without looking at their turns. ``implicit`` says where the
     first prompt ends that no column holds.
     """
 
-    tokens: list[TokenizedRow]
+    tokens: list[_R]
     findings: list[Finding]
     counts: Counter[str]
     overlong: list[Finding] = field(default_factory=list)
@@ -98,7 +102,7 @@ class _Made:
 class FittedRow:
     """A row after ``data.overlong``: ``tokens`` reach the model; without, it is refused (``overlong``) or dropped."""
 
-    tokens: TokenizedRow | None
+    tokens: TokenizedRow | PlacedRow | None
     length: int
     overlong: Finding | None = None
 
@@ -142,16 +146,17 @@ class Encoder:
         self._limit = data.max_seq_len
         self._overlong = data.overlong
         self._drops_reasoning = data.reasoning == "drop"
+        self._places = self.unit == 1 and isinstance(vision, str)
 
     def batch(self, rows: Sequence[Row]) -> EncodedRows:
         """Tokenizes ``rows``; raises FtcliError FT421 only, which concerns all of them."""
-        read = self.rows(rows)
+        read = self._read(rows)
         units = [read.tokens[at : at + self.unit] for at in range(0, len(read.tokens), self.unit)]
         fitted = [one for unit in units for one in self.fit(unit)]
         read.counts["rows_split"] += len(fitted) - len(read.tokens)
         kept = [one.tokens for one in fitted if one.tokens is not None]
         dropped = [one for one in fitted if one.tokens is None and one.overlong is None]
-        cut = [one.length - len(one.tokens.input_ids) for one in fitted if one.tokens is not None]
+        cut = [one.length - one.tokens.length for one in fitted if one.tokens is not None]
         return EncodedRows(
             encoded=encoded_of(kept),
             lengths=tuple(one.length for one in fitted),
@@ -167,9 +172,14 @@ class Encoder:
             implicit=read.implicit,
         )
 
-    def rows(self, rows: Sequence[Row]) -> TokenizedRows:
+    def rows(self, rows: Sequence[Row]) -> TokenizedRows[TokenizedRow]:
         """Each row's tokens at full length, and what is wrong with the others."""
-        read = TokenizedRows([], [], Counter())
+        read = self._read(rows)
+        whole = [one.tokenized() if isinstance(one, PlacedRow) else one for one in read.tokens]
+        return TokenizedRows(whole, read.findings, read.counts, read.overlong, read.implicit)
+
+    def _read(self, rows: Sequence[Row]) -> TokenizedRows[TokenizedRow | PlacedRow]:
+        read = TokenizedRows[TokenizedRow | PlacedRow]([], [], Counter())
         made: list[_Made] = []
         for start in range(0, len(rows), _TOGETHER):
             understood = [self._understood(row) for row in rows[start : start + _TOGETHER]]
@@ -187,7 +197,7 @@ class Encoder:
     def _writing_ahead(self, understood: Sequence[tuple[Row, Example | Exception]]) -> AbstractContextManager[None]:
         """A block in which the conversations that need no template of their own are rendered already."""
         chats = [
-            (one.messages, () if self.loss_on == "all" else self._trained(one, one.messages, Counter()))
+            (one.messages, tuple if self.loss_on == "all" else partial(self._trained, one, one.messages, Counter()))
             for _, example in understood
             if isinstance(example, Example)
             for one in (example, *example.others)
@@ -195,7 +205,9 @@ class Encoder:
         ]
         return self.renderer.writing_ahead(chats)
 
-    def _rendered(self, understood: Sequence[tuple[Row, Example | Exception]], read: TokenizedRows) -> list[_Made]:
+    def _rendered(
+        self, understood: Sequence[tuple[Row, Example | Exception]], read: TokenizedRows[TokenizedRow | PlacedRow]
+    ) -> list[_Made]:
         made: list[_Made] = []
         for row, example in understood:
             counts: Counter[str] = Counter()
@@ -319,7 +331,7 @@ class Encoder:
         counts["turns_marked"] += len(turns) - len(chosen)
         return chosen
 
-    def _tokenize(self, made: Sequence[_Made], read: TokenizedRows) -> None:
+    def _tokenize(self, made: Sequence[_Made], read: TokenizedRows[TokenizedRow | PlacedRow]) -> None:
         flat = [one for row in made for forms in row.rendered for one in forms]
         tokenized = iter(self._boundary.tokenized(flat))
         for row in made:
@@ -332,6 +344,11 @@ class Encoder:
                     continue
                 row.counts["prompts_implicit"] += 1
                 read.implicit = read.implicit or told
+            elif len(parts) == 1 == len(parts[0]) and (placed := self._placed(row.examples[0], parts[0][0])):
+                read.tokens.append(placed)
+                for name, count in row.counts.items():
+                    read.counts[name] += count
+                continue
             rows = [one for part in parts for one in part]
             found = [
                 masked
@@ -356,7 +373,7 @@ class Encoder:
             counts["turns_untrained"] -= sum([len(one.rendered.spans) for one in rows])
             counts["answers_joined"] += sum([not one.apart for one in rows])
 
-    def _alike(self, found: Sequence[tuple[TokenizedRow, Finding | None]]) -> Finding | None:
+    def _alike(self, found: Sequence[tuple[TokenizedRow | PlacedRow, Finding | None]]) -> Finding | None:
         """FT412 for a unit whose rows came to the same tokens, as where the template trims what told them apart."""
         first = found[0][0]
         if self.unit == 1 or any(tokens.input_ids != first.input_ids for tokens, _ in found):
@@ -364,12 +381,21 @@ class Encoder:
         message = "its answers are the same once they are rendered, so there is nothing to prefer"
         return Finding("FT412", f"{message} (format {self.layout})", first.row.origin)
 
+    def _placed(self, example: Example, one: TokenizedText) -> PlacedRow | None:
+        """The row, where it is known to be sound without a look at each of its labels."""
+        if not self._places or one.array is None or not one.ends_at(self._stops) or not (spans := one.spans()):
+            return None
+        return PlacedRow(Row(example.row.source, example.row.number, {}), one.array, spans, example.value)
+
     def _masked(
         self, example: Example, one: TokenizedText, images: tuple[RowImage, ...]
-    ) -> tuple[TokenizedRow, Finding | None]:
+    ) -> tuple[TokenizedRow | PlacedRow, Finding | None]:
         """A rendered row's tokens, and what is wrong with its mask or its images. A row of an earlier answer has those
         that come before it.
         """
+        placed = self._placed(example, one)
+        if placed is not None:
+            return placed, None
         labels = one.labels()
         problem = self._untrained(example, labels)
         if problem is None and not one.ends_at(self._stops):
@@ -417,13 +443,15 @@ class Encoder:
         help = "use the template that belongs to the model, or add its stop token to yours"
         return Finding("FT433", message, example.row.origin, help)
 
-    def fit(self, unit: Sequence[TokenizedRow]) -> list[FittedRow]:
+    def fit(self, unit: Sequence[TokenizedRow | PlacedRow]) -> list[FittedRow]:
         """Applies ``data.overlong`` to the rows of a unit; if one of them goes, all do, and are refused once.
 
         Rows that would be alike once they are cut have nothing to be compared by, and go.
         """
-        if self._overlong == "split" and self.loss_on == "all" and len(unit) == 1 and not unit[0].images:
-            return self._split(unit[0])
+        first = unit[0]
+        pieces = self._overlong == "split" and self.loss_on == "all" and len(unit) == 1
+        if pieces and isinstance(first, TokenizedRow) and not first.images:
+            return self._split(first)
         fitted = [self._fit(tokens) for tokens in unit]
         if len(fitted) == 1:
             return fitted
@@ -445,10 +473,12 @@ class Encoder:
                 pieces.append(FittedRow(replace(tokens, input_ids=ids, labels=labels), len(ids)))
         return pieces
 
-    def _fit(self, tokens: TokenizedRow) -> FittedRow:
-        length = len(tokens.input_ids)
+    def _fit(self, tokens: TokenizedRow | PlacedRow) -> FittedRow:
+        length = tokens.length
         if length <= self._limit:
             return FittedRow(tokens, length)
+        if isinstance(tokens, PlacedRow):
+            tokens = tokens.tokenized()
         if self._overlong in ("error", "split"):
             return FittedRow(None, length, self._refused(length, tokens.row))
         if tokens.images and not isinstance(self.vision, str):

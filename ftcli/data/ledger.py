@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate
 
 from ftcli.config.recipe import Recipe
@@ -66,6 +66,20 @@ class DatasetLedger:
     def all_tokens(self) -> int:
         """Tokens of all rows that could be tokenized."""
         return self.tokens + self.cut_tokens + self.dropped_tokens
+
+
+def merged(before: DatasetLedger, now: DatasetLedger, lengths: Counter[int]) -> DatasetLedger:
+    """The account of both together, of one source; ``lengths`` are those of all its rows."""
+    summed = {}
+    for each in fields(DatasetLedger):
+        one, other = getattr(before, each.name), getattr(now, each.name)
+        if isinstance(one, int):
+            summed[each.name] = one + other
+        elif isinstance(one, dict):
+            summed[each.name] = dict(sorted((Counter(one) + Counter(other)).items()))
+    columns = [*dict.fromkeys([*before.columns_unread, *now.columns_unread])]
+    implicit = before.implicit or now.implicit
+    return replace(now, **{**summed, "length_quantiles": quantiles(lengths)}, columns_unread=columns, implicit=implicit)
 
 
 def quantiles(lengths: Counter[int]) -> dict[str, int]:

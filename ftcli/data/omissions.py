@@ -125,7 +125,7 @@ class Presence:
 
     def shown(self, messages: Sequence[Message], counts: Collection[int]) -> bool:
         """True if no probe is hidden in the beginnings of ``counts`` messages of conversations of this shape."""
-        key = (tuple([(message["role"], *message, not message["content"].strip()) for message in messages]), *counts)
+        key = (tuple([(m["role"], *m, not m["content"] or m["content"].isspace()) for m in messages]), *counts)
         if key not in self._open:
             if len(self._open) >= _MOST_SHAPES:
                 self._open.clear()

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
 
+from ftcli.data.ledger import DatasetLedger
 from ftcli.data.tokens import Ints, TokenizedRow, TokenTable
+from ftcli.plain import JsonObject
 from ftcli.plan.batches import Batches
 
 
@@ -61,12 +64,45 @@ def rows_of(mix: Mixture, generator: torch.Generator) -> list[int]:
     return [int(i) for i in np.concatenate(rows)[order]]
 
 
+#: The key of a stream in a checkpoint's state.
+STREAM = "stream"
+
+
+class Stream(Protocol):
+    """What a window of a stream knows of it: :class:`ftcli.train.stream.WindowStream`.
+
+    Attributes:
+        number: Of the window.
+        first_step: Finished steps when it began.
+        passes: Passes over all data that were over then.
+        told: Is told what became of all rows so far when a window follows.
+    """
+
+    first_step: int
+    told: Callable[[Sequence[DatasetLedger]], None]
+
+    @property
+    def number(self) -> int: ...
+
+    @property
+    def passes(self) -> int: ...
+
+    def following(self, step: int) -> Epochs:
+        """The next window, which begins after ``step`` finished steps."""
+        ...
+
+    def state(self) -> JsonObject:
+        """Where this window began, as JSON values."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Epochs:
     """Training sequences: single rows, or packs of them.
 
     A pack has the same rows in every epoch; what changes is the order. ``mix`` is over rows without ``packs``, and over
     packs (one source) with them. With ``grouped`` above 1, batches of so many rows of a table are of similar length.
+    Of a window of a ``stream`` there is one epoch, that of the window's number.
     """
 
     sequences: Sequence[TokenizedRow]
@@ -74,6 +110,7 @@ class Epochs:
     packs: Packs | None = None
     seed: int = 0
     grouped: int = 1
+    stream: Stream | None = None
 
     def __len__(self) -> int:
         return sum(self.mix.counts)

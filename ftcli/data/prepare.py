@@ -14,13 +14,13 @@ import multiprocessing
 import signal
 import traceback
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from ftcli.config.data import DataConfig, DatasetConfig
 from ftcli.data.cache import TokenCache, contents_of, key_of, tokenizer_identity
@@ -49,6 +49,8 @@ from ftcli.time_limit import TimeBudget
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from ftcli.data.order import Stream
+
 
 __all__ = ["PreparedData", "prepare"]
 
@@ -65,7 +67,7 @@ class PreparedData:
     """Tokenized sources in recipe order, and one ledger for each.
 
     ``findings`` are warnings; ``from_cache`` says of each source whether it was tokenized before. ``cache`` is held
-    because rows that could not be cached lie in files that go away with it.
+    because rows that could not be cached lie in files that go away with it. ``stream``: they are a window of it.
     """
 
     sequences: TokenTable
@@ -73,6 +75,11 @@ class PreparedData:
     findings: tuple[Finding, ...] = ()
     from_cache: tuple[bool, ...] = ()
     cache: TokenCache | None = field(default=None, repr=False)
+    stream: Stream | None = field(default=None, repr=False)
+
+    def digest(self) -> str | None:
+        """What a run is held to; None for a window of a stream, which checkpoints hold."""
+        return self.sequences.digest() if self.stream is None else None
 
 
 def prepare(
@@ -244,10 +251,10 @@ class SourceReader:
         found = cache.find(key, sees=not isinstance(self._vision, str))
         if found is not None:
             return found, True
-        return cache.make(key, lambda writer: self._tokenize(source, writer)), False
+        return cache.make(key, lambda writer: self.tokenize(source, writer)), False
 
     def _key(self, source: DatasetConfig) -> str | None:
-        if self._budget is not None and _bytes(source) > MOST_HASHED:
+        if source.window is not None or (self._budget is not None and _bytes(source) > MOST_HASHED):
             return None
         try:
             contents = contents_of(source, offline=self._offline)
@@ -261,10 +268,13 @@ class SourceReader:
         vision = None if isinstance(self._vision, str) else self._vision
         return key_of(source, contents, self._data, template, self._identity, self._stops, vision)
 
-    def _tokenize(self, source: DatasetConfig, writer: TokenWriter) -> JsonObject:
-        counts = _Counts()
+    def tokenize(
+        self, source: DatasetConfig, writer: TokenWriter, read: Callable[[], Iterable[Row | Finding]] | None = None
+    ) -> JsonObject:
+        """Writes the tokens of a source, or of the rows of it that ``read`` gives; returns what is known of them."""
+        counts, given = _Counts(), iterate(source, offline=self._offline) if read is None else read()
         with _few_collected(), self.reporter.progress(None, f"tokenizing {source.path}") as progress:
-            rows = self._good_rows(source, counts, progress)
+            rows = self._good_rows(given, counts, progress)
             first = next(rows, None)
             if first is None:
                 self._raise_bad(source, counts)
@@ -289,10 +299,11 @@ class SourceReader:
             cut = "" if self._data.overlong == "truncate" else " or choose data.overlong: truncate"
             help = f"raise data.max_seq_len{cut}; fix the broken rows"
             raise FtcliError.single("FT404", message, exit_code=ExitCode.DATA, origin=Origin(source.path), help=help)
-        return {"ledger": plain_fields(ledger), "skipped": [_plain(finding) for finding in counts.bad[:3]]}
+        facts = {"ledger": plain_fields(ledger), "skipped": [_plain(finding) for finding in counts.bad[:3]]}
+        return facts if read is None else {**facts, "lengths": list(counts.lengths.items())}
 
-    def _good_rows(self, source: DatasetConfig, counts: _Counts, progress: Progress) -> Iterator[Row]:
-        for item in iterate(source, offline=self._offline):
+    def _good_rows(self, given: Iterable[Row | Finding], counts: _Counts, progress: Progress) -> Iterator[Row]:
+        for item in given:
             counts.rows += 1
             progress.advance()
             if isinstance(item, Row):
@@ -331,7 +342,7 @@ class SourceReader:
         raise_findings(ordered, uncounted)
 
     def _processes(self, source: DatasetConfig) -> int:
-        if self._budget is not None:
+        if self._budget is not None or source.window is not None:
             return 1
         if self._data.num_proc is not None:
             if self._data.num_proc > usable_cores():
@@ -402,11 +413,11 @@ def encode_all(
     if processes <= 1:
         yield from (encoder.batch(chunk) for chunk in chunks)
         return
-    workers: list[_Worker] = []
+    workers: list[Worker[EncodedRows]] = []
     try:
         # Results are fetched in the order in which chunks were given out: worker 0, 1, ..., 0, 1, ...
         for chunk in islice(chunks, processes):
-            workers.append(_Worker(encoder))
+            workers.append(Worker(encoder, EncodedRows, _work))
             workers[-1].give(chunk)
         waiting = list(workers)
         while waiting:
@@ -435,30 +446,36 @@ def _chunks(rows: Iterable[Row], most: int) -> Iterator[list[Row]]:
         yield chunk
 
 
-class _Worker:
-    def __init__(self, encoder: Encoder) -> None:
+_T = TypeVar("_T")
+
+
+class Worker(Generic[_T]):
+    """A process that runs ``target``, which is handed ``content`` and then something for each ``answer``."""
+
+    def __init__(self, content: object, answer: type[_T], target: Callable[[Connection], None]) -> None:
         # A fresh interpreter: forking one that holds threads (torch, tokenizers) can deadlock.
         context = multiprocessing.get_context("spawn")
+        self._answer = answer
         self._pipe, theirs = context.Pipe()
-        self._process: SpawnProcess = context.Process(target=_work, args=(theirs,), daemon=True)
+        self._process: SpawnProcess = context.Process(target=target, args=(theirs,), daemon=True)
         start_deaf(self._process, _OF_PARENT)
         theirs.close()
-        self.give(encoder)  # not with the start, which would wait until it has imported what an encoder needs
+        self.give(content)  # not with the start, which would wait until it has imported what an encoder needs
 
-    def give(self, content: Encoder | list[Row]) -> None:
-        """Hands over the encoder, or a chunk."""
+    def give(self, content: object) -> None:
+        """Hands over what the process works with, or on."""
         try:
             self._pipe.send(content)
         except OSError as error:
             raise self._gone() from error
 
-    def take(self) -> EncodedRows:
-        """The result of the chunk that was given."""
+    def take(self) -> _T:
+        """The answer to what was given."""
         try:
             answer = self._pipe.recv()
         except (EOFError, OSError) as error:
             raise self._gone() from error
-        if isinstance(answer, EncodedRows):
+        if isinstance(answer, self._answer):
             return answer
         if isinstance(answer, tuple):
             raise FtcliError(*answer)
@@ -478,19 +495,24 @@ class _Worker:
 
 
 def _work(pipe: Connection) -> None:
+    serve(pipe, lambda encoder, rows: encoder.batch(rows))
+
+
+def serve(pipe: Connection, work: Callable[[Any, Any], object]) -> None:
+    """Answers what comes through a pipe with ``work`` of what came first and this, until nobody is there any more."""
     ignore(_OF_PARENT)
     try:
-        encoder: Encoder = pipe.recv()
+        first = pipe.recv()
     except (EOFError, OSError):
         return
     gc.freeze()
     while True:
         try:
-            chunk = pipe.recv()
+            given = pipe.recv()
         except (EOFError, OSError):
             return
         try:
-            answer: object = encoder.batch(chunk)
+            answer = work(first, given)
         except FtcliError as error:
             answer = (error.findings, error.exit_code)
         except Exception:  # noqa: BLE001 - raised again in the parent, with the traceback

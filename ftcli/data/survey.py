@@ -123,7 +123,7 @@ def _prompts(rows: list[Row], data: DataConfig, tokenizer: PreTrainedTokenizerBa
 def _sampled(
     tokens: TokenizedRow, fitted: FittedRow, layout: str, tokenizer: PreTrainedTokenizerBase, template: str | None
 ) -> SampledRow:
-    shown = fitted.tokens or tokens
+    shown = fitted.tokens if isinstance(fitted.tokens, TokenizedRow) else tokens
     fate: Fate = "kept" if len(shown.input_ids) == fitted.length else "truncated"
     if fitted.tokens is None:
         refused = fitted.overlong is not None
@@ -221,7 +221,11 @@ class RowSurvey:
                 stores.append((source.path, store))
         ledgers, findings = accounts(stores, self._data)
         self.findings += findings
-        self.found += [SurveyedSource(key, each.name, each.rows, True, each.kept_rows, each.tokens) for each in ledgers]
+        streams = {source.path for source in sources if source.window is not None and key == "data.train"}
+        self.found += [
+            SurveyedSource(key, each.name, each.rows, each.name not in streams, each.kept_rows, each.tokens)
+            for each in ledgers
+        ]
         if len(ledgers) < len(sources):
             return None
         if key == "data.train" and (self._data.format == "auto" or layouts.row(self._data.format).imitated):

@@ -173,16 +173,16 @@ class Renderer:
         return found if made is message else _thinking(message, keep=self._reasoning == "keep")
 
     @contextlib.contextmanager
-    def writing_ahead(self, chats: Sequence[tuple[Sequence[Message], Sequence[int]]]) -> Iterator[None]:
+    def writing_ahead(self, chats: Sequence[tuple[Sequence[Message], Callable[[], Sequence[int]]]]) -> Iterator[None]:
         """A block in which conversations without tools are rendered already: many at a time, which is far cheaper.
 
         What the template refuses together is rendered one by one when it is asked for, as outside of the block.
 
         Args:
-            chats: Conversations, each with the assistant's turns of which the prompts are asked for.
+            chats: Conversations, each with what tells the assistant's turns of which the prompts are asked for.
         """
         wanted: dict[bool, list[list[Message]]] = {True: [], False: []}
-        asked: list[tuple[list[Message], list[tuple[int, bool]]]] = []
+        asked: list[tuple[list[Message], Callable[[], Sequence[int]]]] = []
         for messages, turns in chats:
             if all(map(_is_plain, messages)):
                 chat = list(messages)
@@ -192,15 +192,16 @@ class Renderer:
                 held = [(m, _thinking(m, keep=self._reasoning == "keep") if _thoughtful(m) else m) for m in messages]
                 self._prepared.update({id(message): (message, made) for message, made in held if made is not message})
                 chat = [made for _, made in held]
-            asked.append(
-                (chat, [(turn, True) for turn in turns] + [(turn + 1, False) for turn in (*turns, len(chat) - 1)])
-            )
+            asked.append((chat, turns))
         try:
             written = self._prefixes_of([chat for chat, _ in asked])
-            for (chat, counts), found in zip(asked, written, strict=True):
+            for (chat, turns), found in zip(asked, written, strict=True):
                 if found is not None:
                     self._told[_identity(chat, False)] = found
                 else:
+                    prompted = turns()
+                    counts = [(turn, True) for turn in prompted]
+                    counts += [(turn + 1, False) for turn in (*prompted, len(chat) - 1)]
                     for count, generation_prompt in dict.fromkeys(counts):
                         wanted[generation_prompt].append(chat[:count])
             for generation_prompt, some in wanted.items():

@@ -91,6 +91,11 @@ class TokenizedRow:
     images: tuple[RowImage, ...] = ()
 
     @property
+    def length(self) -> int:
+        """Number of its tokens."""
+        return len(self.input_ids)
+
+    @property
     def image_tokens(self) -> int:
         """Tokens that stand for what is seen."""
         return sum(image.grid[0] * image.grid[1] for image in self.images)
@@ -121,8 +126,65 @@ class EncodedArrays:
     images: tuple[tuple[int, RowImage], ...] = ()
 
 
-def encoded_of(rows: Sequence[TokenizedRow]) -> EncodedArrays:
+@dataclass(frozen=True, slots=True)
+class PlacedRow:
+    """A tokenized row without images whose supervised positions are known, so that no list of labels is made of it.
+
+    Attributes:
+        ids: int32.
+        spans: Half-open runs of supervised positions, in order; no two touch.
+    """
+
+    row: Row
+    ids: NDArray[np.int32]
+    spans: tuple[tuple[int, int], ...]
+    value: float = 0.0
+
+    @property
+    def length(self) -> int:
+        """Number of its tokens."""
+        return len(self.ids)
+
+    @property
+    def image_tokens(self) -> int:
+        """None: it has no images."""
+        return 0
+
+    @property
+    def input_ids(self) -> list[int]:
+        """The ids, as those of :class:`TokenizedRow`."""
+        ids: list[int] = self.ids.tolist()
+        return ids
+
+    def tokenized(self) -> TokenizedRow:
+        """The row with its labels."""
+        ids = self.input_ids
+        labels = [IGNORE_INDEX] * len(ids)
+        for first, last in self.spans:
+            labels[first:last] = ids[first:last]
+        return TokenizedRow(self.row, ids, labels, self.value)
+
+
+def encoded_of(rows: Sequence[TokenizedRow | PlacedRow]) -> EncodedArrays:
     """Rows as arrays."""
+    placed = [row for row in rows if isinstance(row, PlacedRow)]
+    if len(placed) == len(rows):
+        return _encoded_placed(placed)
+    return _encoded([row.tokenized() if isinstance(row, PlacedRow) else row for row in rows])
+
+
+def _encoded_placed(rows: Sequence[PlacedRow]) -> EncodedArrays:
+    names = {name: n for n, name in enumerate(dict.fromkeys([one.row.source for one in rows]))}
+    numbers = [(len(one.ids), len(one.spans), one.row.number, names[one.row.source]) for one in rows]
+    index = np.asarray(numbers, dtype=np.int64).reshape(-1, _INDEX_COLUMNS)
+    index[:, :2] = index[:, :2].cumsum(axis=0)
+    ids = np.concatenate([np.zeros(0, dtype=np.int32), *(one.ids for one in rows)])
+    spans = np.asarray([span for one in rows for span in one.spans], dtype=np.int32).reshape(-1, 2)
+    values = np.asarray([one.value for one in rows], dtype=np.float64)
+    return EncodedArrays(ids, spans, index, values, tuple(names))
+
+
+def _encoded(rows: Sequence[TokenizedRow]) -> EncodedArrays:
     names = tuple(dict.fromkeys(tokens.row.source for tokens in rows))
     numbers = [(len(t.input_ids), 0, t.row.number, names.index(t.row.source)) for t in rows]
     index = np.asarray(numbers, dtype=np.int64).reshape(-1, _INDEX_COLUMNS)

@@ -21,7 +21,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from ftcli.config.data import DatasetConfig
+from ftcli.config.data import DataConfig, DatasetConfig, Window
 from ftcli.config.load import LoadedRecipe
 from ftcli.config.recipe import Recipe
 from ftcli.errors import ExitCode, Finding, FtcliError
@@ -48,9 +48,9 @@ from ftcli.preflight.checks import (
 )
 from ftcli.preflight.checks.context import Command, Context, Findings, Found, NotMade
 from ftcli.preflight.report import PreflightReport
-from ftcli.reporting import Session
+from ftcli.reporting import Session, SilentReporter
 from ftcli.rows.remote import RemoteData
-from ftcli.tables import code_of
+from ftcli.tables import code_of, stores
 from ftcli.units import GIB
 
 
@@ -175,18 +175,38 @@ def with_sources(context: Context, session: Session) -> Recipe:
     recipe = context.recipe
     if context.trains or context.command in ("eval", "sample"):
         recipe = recipe.changed({"data": recipe.data.with_held_out()})
+    if recipe.data.streaming:
+        recipe = recipe.changed({"data": _streamed(recipe, session, trains=context.trains)})
     largest = _LOOKED_AT if context.command == "check" else None
     most = round(recipe.data.remote_cache_gib * GIB)
     remote = RemoteData(session.cache_dir, session.reporter, offline=session.offline, most_bytes=most, largest=largest)
 
     def all_of(sources: tuple[DatasetConfig, ...]) -> tuple[DatasetConfig, ...]:
-        return tuple(map(remote.fetched, sources))
+        return tuple(source if source.window is not None else remote.fetched(source) for source in sources)
 
     trained = all_of(recipe.data.train) if context.trains or context.command == "sample" else recipe.data.train
     data = recipe.data.model_copy(update={"train": trained, "eval": all_of(recipe.data.eval)})
     tasks = tuple(task.model_copy(update={"data": all_of(task.data)}) for task in recipe.eval.tasks)
     settings = recipe.eval.model_copy(update={"tasks": tasks if context.scores_tasks else recipe.eval.tasks})
     return recipe.model_copy(update={"data": data, "eval": settings})
+
+
+def _streamed(recipe: Recipe, session: Session, *, trains: bool) -> DataConfig:
+    """The data with its training sources, if it ``trains``, and what is held out of them, as streams."""
+    data, most = recipe.data, round(recipe.data.remote_cache_gib * GIB)
+    remote = RemoteData(session.cache_dir, SilentReporter(), offline=session.offline, most_bytes=most)
+    windows = [
+        Window(recipe.run.seed, rows, len(data.train) == 1, None if stores.of(source.path) is None else remote)
+        for source, rows in zip(data.train, data.rows_of_window(0), strict=True)
+    ]
+    trained = data.train
+    if trains:
+        trained = tuple(source.with_window(window) for source, window in zip(trained, windows, strict=True))
+    measured = [
+        source if source.part is None else source.with_window(windows[number])
+        for number, source in enumerate(data.eval, len(data.train) - len(data.eval))
+    ]
+    return data.model_copy(update={"train": trained, "eval": tuple(measured)})
 
 
 def _about_the_recipe(context: Context) -> Findings:

@@ -39,18 +39,33 @@ class Unreadable(Exception):
     """A cell that is neither a value of Python's nor text of Arrow's; the message names its column."""
 
 
-def records(source: Any, *, parquet: bool, longest: int) -> Iterator[JsonObject | Unreadable]:
+def rows_before(source: Any, row: int) -> tuple[int, list[int]]:
+    """Rows in the row groups of an open Parquet file that end before ``row``, counted from 1, or with it; and which
+    groups follow. Raises as :func:`records`.
+    """
+    metadata = pq.ParquetFile(source).metadata
+    sizes = [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
+    skipped = group = 0
+    while group < len(sizes) and skipped + sizes[group] <= row:
+        skipped, group = skipped + sizes[group], group + 1
+    return skipped, list(range(group, len(sizes)))
+
+
+def records(
+    source: Any, *, parquet: bool, longest: int, groups: list[int] | None = None
+) -> Iterator[JsonObject | Unreadable]:
     """The rows of a file that is open in Arrow.
 
     Args:
         longest: Most characters of one row.
+        groups: Of a Parquet file, the row groups that are read; None: all.
 
     Raises pyarrow.ArrowException, OSError or ValueError for a file that is damaged, has two columns of one name, or
     means far more than it holds.
     """
     rows = characters = 0
     held = source.size()
-    for batch in _bounded(_parquet(source) if parquet else _ipc(source)):
+    for batch in _bounded(_parquet(source, groups) if parquet else _ipc(source)):
         rows += batch.num_rows
         _require_few(rows, held)
         for row in _objects(batch, longest):
@@ -84,11 +99,11 @@ def _bounded(batches: Iterator[Any]) -> Iterator[Any]:
         yield batch
 
 
-def _parquet(source: Any) -> Iterator[Any]:
+def _parquet(source: Any, groups: list[int] | None) -> Iterator[Any]:
     file = pq.ParquetFile(source)
     _require_few(file.metadata.num_rows, source.size())
     # One thread: the stacks of others count as memory, and what follows takes far more time than this.
-    yield from file.iter_batches(_BATCH_ROWS, use_threads=False)
+    yield from file.iter_batches(_BATCH_ROWS, row_groups=groups, use_threads=False)
 
 
 def _ipc(source: Any) -> Iterator[Any]:

@@ -10,10 +10,10 @@ import csv
 import gzip
 import io
 import json
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Generator, Iterator
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from typing import IO, Any, TypeVar, cast
+from typing import IO, Any, TypeAlias, TypeVar, cast
 
 from ftcli.errors import FtcliError, Origin
 from ftcli.plain import JsonObject
@@ -27,6 +27,7 @@ MAX_LINE = 16 * 2**20
 #: Most bytes that a compressed file may unpack to, if it has to be in memory as a whole.
 MAX_UNPACKED = 256 * 2**20
 Line = TypeVar("Line", str, bytes)
+_Rows: TypeAlias = Generator[tuple[int, Any], None, None]
 _BYTE_ORDER_MARKS = (b"\xff\xfe", b"\xfe\xff")
 
 
@@ -37,8 +38,10 @@ class BrokenRow:
     reason: str
 
 
-def read_file(file: DataFile) -> Iterator[tuple[int, Any]]:
-    """Number and value (or :class:`BrokenRow`) of each row. Raises FtcliError FT403 when the file itself is broken."""
+def read_file(file: DataFile, after: int = 0) -> Iterator[tuple[int, Any]]:
+    """Number and value (or :class:`BrokenRow`) of each row behind that with the number ``after``. Raises FtcliError
+    FT403 when the file itself is broken.
+    """
     import zlib
 
     try:
@@ -47,13 +50,15 @@ def read_file(file: DataFile) -> Iterator[tuple[int, Any]]:
             if file.compressed:
                 stream = cast("IO[bytes]", stack.enter_context(gzip.open(stream)))
             if file.kind == ".jsonl":
-                yield from _lines(stream, file)
+                rows = _lines(stream, file, after)
             elif file.kind == ".json":
-                yield from _document(stream, file)
+                rows = _document(stream, file)
             elif file.kind in (".csv", ".tsv"):
-                yield from _table(stream, file)
+                rows = _table(stream, file)
             else:
-                yield from _columns(stream, file)
+                rows = _columns(stream, file, after)
+            stack.enter_context(closing(rows))  # before the stream, also of who is told no more rows
+            yield from (row for row in rows if row[0] > after) if after else rows
     except (OSError, EOFError, UnicodeDecodeError, zlib.error, csv.Error) as error:
         raise _unreadable(file, error) from error
 
@@ -63,13 +68,13 @@ def _unreadable(file: DataFile, error: object) -> FtcliError:
     return data_error("FT403", f"{file.name} cannot be read: {error}", Origin(file.name), help)
 
 
-def _lines(stream: IO[bytes], file: DataFile) -> Iterator[tuple[int, Any]]:
+def _lines(stream: IO[bytes], file: DataFile, after: int) -> _Rows:
     for number, line in enumerate(_bounded(lambda: stream.readline(MAX_LINE + 1), file), 1):
         if number == 1:
             if line.startswith(_BYTE_ORDER_MARKS):
                 raise _unreadable(file, "it is UTF-16; save it as UTF-8")
             line = line.removeprefix(b"\xef\xbb\xbf")
-        if line.strip():
+        if number > after and line.strip():
             yield number, _parsed(line)
 
 
@@ -111,7 +116,7 @@ def _parsed(line: bytes) -> Any:
         return BrokenRow(f"not JSON: {error}")
 
 
-def _document(stream: IO[bytes], file: DataFile) -> Iterator[tuple[int, Any]]:
+def _document(stream: IO[bytes], file: DataFile) -> _Rows:
     text = _whole(stream, file).decode("utf-8-sig")
     try:
         values = parse_list(text)
@@ -127,7 +132,7 @@ def _document(stream: IO[bytes], file: DataFile) -> Iterator[tuple[int, Any]]:
         yield number, value if is_shallow(value) else BrokenRow(str(TooDeep()))
 
 
-def _table(stream: IO[bytes], file: DataFile) -> Iterator[tuple[int, Any]]:
+def _table(stream: IO[bytes], file: DataFile) -> _Rows:
     """Rows of CSV under a header; the number is the line in which the row begins. All values are text."""
     # The csv module's own limit of 128 KiB a field is a setting of the whole process; long documents are normal here.
     csv.field_size_limit(MAX_LINE)
@@ -156,15 +161,17 @@ def _records(reader: Any, file: DataFile) -> Iterator[tuple[int, Any]]:
             yield number, dict(zip(header, values, strict=True))
 
 
-def _columns(stream: IO[bytes], file: DataFile) -> Iterator[tuple[int, Any]]:
+def _columns(stream: IO[bytes], file: DataFile, after: int) -> _Rows:
     import pyarrow as pa
 
-    from ftcli.rows.columnar import Unreadable, records
+    from ftcli.rows.columnar import Unreadable, records, rows_before
 
     try:
         source = pa.BufferReader(_whole(stream, file)) if file.compressed else pa.memory_map(str(file.path))
         with source:
-            for number, row in enumerate(records(source, parquet=file.kind == ".parquet", longest=MAX_LINE), 1):
+            parquet = file.kind == ".parquet"
+            first, groups = rows_before(source, after) if parquet else (0, None)
+            for number, row in enumerate(records(source, parquet=parquet, longest=MAX_LINE, groups=groups), first + 1):
                 yield number, BrokenRow(str(row)) if isinstance(row, Unreadable) else without_nulls(row)
     except (pa.ArrowException, ValueError) as error:
         raise _unreadable(file, error) from error

@@ -99,6 +99,32 @@ class RemoteData:
             os.utime(path)
         return source.with_files(local)
 
+    def listed(self, path: str) -> list[tuple[str, str, Any]]:
+        """Name and identity of each file of a streamed source, and what :meth:`fetch` takes.
+
+        Raises FtcliError FT407 or FT410 (exit 4).
+        """
+        source, row = DatasetConfig(path=path), stores.of(path)
+        assert row is not None  # else it lies on this machine
+        if self._offline or self._folder is None:
+            raise _not_cached(source)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        return [(file.name, file.identity, file) for file in self._list(source, row)]
+
+    def fetch(self, path: str, file: Any) -> Path:
+        """A file that was listed, on this machine; others go where there is no room. Raises FtcliError FT410."""
+        source, row = DatasetConfig(path=path), stores.of(path)
+        assert row is not None
+        assert self._folder is not None
+        target: Path = self._folder / file.local_name
+        try:
+            if not target.is_file():
+                self._fetch(source, row, [file], file.bytes or 0)
+            os.utime(target)
+        except OSError as error:
+            raise _unreadable(source, row, error) from error
+        return target
+
     def _listed_before(self, source: DatasetConfig, known: Path) -> list[_RemoteFile]:
         try:
             return [_RemoteFile(*values) for values in json.loads(known.read_text(encoding="utf-8"))]

@@ -22,10 +22,9 @@ from ftcli.facts.adapters import start_folder
 from ftcli.facts.device import free_host_bytes, usable_cores
 from ftcli.facts.model import ModelFacts
 from ftcli.facts.weights import WEIGHTS_INDEX
+from ftcli.paths import samples_sha256
 from ftcli.plain import JsonMap, JsonObject, map_in, maps, plain_fields
 
-_SAMPLES = 64
-_SAMPLE_BYTES = 1 << 16
 #: What a thread reads at a time, and what one CRC-32 is of.
 _READ_BYTES, _PIECE_BYTES = 1 << 20, 1 << 26
 _MOST_THREADS = 8
@@ -67,7 +66,7 @@ def begin(folder: Path) -> WeightIdentities:
     spans = [(file, range(0, max(size, 1), _PIECE_BYTES)) for file, size in zip(whole, sizes, strict=False)]
     pieces = [(file, offset) for file, offsets in spans for offset in offsets]
     threads = ThreadPool(min(_MOST_THREADS, usable_cores()))
-    samples = threads.starmap_async(_samples, zip(files, sizes, strict=True), 1)
+    samples = threads.starmap_async(samples_sha256, zip(files, sizes, strict=True), 1)
     checksums = threads.map_async(_crc32, pieces, 1)
     threads.close()
 
@@ -81,15 +80,6 @@ def begin(folder: Path) -> WeightIdentities:
         )
 
     return answer
-
-
-def _samples(path: Path, size: int) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        for sample in range(_SAMPLES):
-            file.seek(sample * max(0, size - _SAMPLE_BYTES) // (_SAMPLES - 1))
-            digest.update(file.read(_SAMPLE_BYTES))
-    return digest.hexdigest()
 
 
 def _crc32(piece: tuple[Path, int]) -> int:

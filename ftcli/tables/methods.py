@@ -116,6 +116,7 @@ Examples:
 _OF_PAIRS: Mapping[str, tuple[Any, ...]] = {
     "data.format": layouts.formats(unit=2)[1:],
     "data.packing": (False,),
+    "data.streaming": (False,),
     "model.dtype": ("auto", "bfloat16", "float32"),
     "train.neftune_noise_alpha": (None,),
     "train.train_sampling_strategy": ("random",),
@@ -125,6 +126,7 @@ _OF_PAIRS: Mapping[str, tuple[Any, ...]] = {
 #: Of methods whose model answers prompts itself.
 _OF_PROMPTS: Mapping[str, tuple[Any, ...]] = {
     "data.format": layouts.formats(unit=1),
+    "data.streaming": (False,),
     "model.dtype": ("auto", "bfloat16", "float32"),
     "quantization.method": ("none", "nf4", "fp8"),
     # Completions would be sampled under noise as well; rows are grouped by prompt.
@@ -272,6 +274,7 @@ TABLE: Mapping[str, Method] = {
         told=("distill.teacher", "distill.teacher_top_k", "distill.beta", "distill.temperature"),
         supports={
             "data.format": layouts.formats(unit=1),
+            "data.streaming": (False,),
             "train.neftune_noise_alpha": (None,),
             "launch.context_parallel_size": (1,),
         },

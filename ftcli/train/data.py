@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 
+from ftcli.config.recipe import Recipe
 from ftcli.data.collate import lengths_once
 from ftcli.data.ledger import DatasetLedger, mostly_untrained
 from ftcli.data.order import ComputedTokens, Epochs, computed_by, epochs_of
@@ -60,6 +61,12 @@ def tokenized(job: Job, name: Literal["train", "eval"]) -> PreparedData:
         reporter=job.reporter,
         vision=job.vision,
     )
+    tell_prepared(job, name, prepared)
+    return prepared
+
+
+def tell_prepared(job: Job, name: str, prepared: PreparedData) -> None:
+    """Reports what became of the rows."""
     for finding in prepared.findings:
         job.reporter.finding(finding)
     for ledger, cached in zip(prepared.ledgers, prepared.from_cache, strict=True):
@@ -71,24 +78,12 @@ def tokenized(job: Job, name: Literal["train", "eval"]) -> PreparedData:
             + (f", {ledger.truncated_rows:,} rows truncated" if ledger.truncated_rows else "")
             + (" (tokenized earlier)" if cached else "")
         )
-    return prepared
 
 
 def training_epochs(job: Job, prepared: PreparedData) -> Epochs:
     """Makes the epochs of training. Reports mixtures, packing, and data of which little is trained."""
-    recipe = job.recipe
-    weights = recipe.data.weights
-    epochs = epochs_of(
-        prepared.sequences,
-        weights,
-        packing=recipe.data.packing,
-        capacity=recipe.data.max_seq_len,
-        seed=recipe.run.seed,
-        grouped=recipe.train.per_device_train_batch_size
-        if recipe.train.train_sampling_strategy == "group_by_length"
-        else 1,
-        repeats=recipe.data.epochs,
-    )
+    recipe, epochs = job.recipe, replace(epochs_over(job.recipe, prepared.sequences), stream=prepared.stream)
+    weights = None if recipe.data.streaming else recipe.data.weights
     untrained = mostly_untrained(prepared.ledgers, recipe.data.loss_on)
     if untrained is not None:
         job.reporter.finding(untrained)
@@ -102,6 +97,20 @@ def training_epochs(job: Job, prepared: PreparedData) -> Epochs:
             f"{recipe.data.max_seq_len:,} tokens"
         )
     return epochs
+
+
+def epochs_over(recipe: Recipe, table: TokenTable) -> Epochs:
+    """The epochs of these rows; of a window of a stream, whose sources have their shares of it, each row once."""
+    grouped = recipe.train.train_sampling_strategy == "group_by_length"
+    return epochs_of(
+        table,
+        None if recipe.data.streaming else recipe.data.weights,
+        packing=recipe.data.packing,
+        capacity=recipe.data.max_seq_len,
+        seed=recipe.run.seed,
+        grouped=recipe.train.per_device_train_batch_size if grouped else 1,
+        repeats=recipe.data.epochs,
+    )
 
 
 def computed_with(job: Job, epochs: Epochs, prepared: PreparedData, batches: Batches) -> ComputedTokens:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Unpack
 import torch
 from torch import Tensor
 
-from ftcli.data.order import Epochs
+from ftcli.data.order import STREAM, Epochs
 from ftcli.data.tokens import TokenizedRow
 from ftcli.errors import Origin
 from ftcli.plain import JsonObject
@@ -44,10 +44,15 @@ class EpochObjective(Objective):
         self._group, self._stack, self._sequence = group, parts["stack"], sequence
         self._model, self._device, self._dtypes = model, job.device, job.dtypes
         train, shares = job.recipe.train, 1 if sequence is None else sequence.parts
-        self._epochs, self._alone, self._pixels = epochs, group is None, job.pixel_reader()
+        self._alone, self._pixels = group is None, job.pixel_reader()
         self._rank, self._ranks = (0, 1) if group is None else (group.rank // shares, group.size // shares)
         self._size, self._accumulation = train.per_device_train_batch_size, train.gradient_accumulation_steps
-        self._epoch, self._order, self._next = 0, self.order(0), 0
+        self.use(epochs)
+
+    def use(self, epochs: Epochs) -> None:
+        """Trains on these epochs, or on this window of a stream, from here on."""
+        self._epochs, self._epoch = epochs, 0 if epochs.stream is None else epochs.stream.number
+        self._order, self._next = self.order(self._epoch), 0
         self._turns = len(self._order)
         self.steps_per_epoch = -(-self._turns // self._accumulation)
 
@@ -64,14 +69,21 @@ class EpochObjective(Objective):
         return list(dict.fromkeys(tokens.row.origin for tokens in self._epochs.members(row)))
 
     def epochs_done(self, step: int) -> float:
-        """Number of passes over all data after so many steps."""
+        """Number of passes over all data after so many steps; of a stream those that are over."""
+        if self._epochs.stream is not None:
+            return float(self._epochs.stream.passes)
         epoch, index = divmod(step, self.steps_per_epoch)
         return epoch + index * self._accumulation / self._turns
 
     def micro_batches(self, step: int, monitor: StepMonitor) -> list[MicroBatch]:
         """This rank's micro-batches of the optimizer step after ``step`` finished ones, on the host."""
-        epoch, index = divmod(step, self.steps_per_epoch)
-        if epoch != self._epoch:
+        stream = self._epochs.stream
+        if stream is not None and step - stream.first_step >= self.steps_per_epoch:
+            monitor.check_finite()  # while the rows that it would name are there
+            self.use(stream.following(step))
+        begun = 0 if stream is None else stream.first_step
+        epoch, index = divmod(step - begun, self.steps_per_epoch)
+        if stream is None and epoch != self._epoch:
             self._epoch, self._order = epoch, self.order(epoch)
         if index == 0 and self._alone:
             draw_of_epoch()
@@ -101,6 +113,10 @@ class EpochObjective(Objective):
             return {}
         waited, self._pixels.waited = self._pixels.waited, 0.0
         return {"image_wait_seconds": waited}
+
+    def state(self) -> JsonObject:
+        """Of a stream, where its window began."""
+        return {} if self._epochs.stream is None else {STREAM: self._epochs.stream.state()}
 
 
 class StepSums:

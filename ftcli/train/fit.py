@@ -211,11 +211,12 @@ def _saving_on_failure(loop: TrainingLoop, context: RunContext) -> Any:
     try:
         yield
     except FtcliError as error:
-        if error.exit_code != ExitCode.OUT_OF_MEMORY and not _of_another_rank(error, context):
+        own = error.exit_code in (ExitCode.OUT_OF_MEMORY, ExitCode.DATA)
+        if not own and not _of_another_rank(error, context):
             raise
         let_go(error)
         checkpoint = _save_after_failure(loop, context)
-        if checkpoint is None or error.exit_code != ExitCode.OUT_OF_MEMORY or not context.leads:
+        if checkpoint is None or not own or not context.leads:
             raise
         raise with_checkpoint(error, checkpoint) from error
     except Exception as error:

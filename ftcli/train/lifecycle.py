@@ -222,7 +222,7 @@ def unheld_inputs(opened: OpenedRun, previous: JsonMap) -> list[Finding]:
     inputs = previous.get("inputs")
     known = inputs if isinstance(inputs, dict) else {}
     lists = [*(previous.get(key) for key in ("data", "held_out", "judges")), known.get("files"), known.get("weights")]
-    if not known or not previous.get("data") or any(each and not noted_files(each) for each in lists):
+    if not known or not isinstance(previous.get("data"), list) or any(each and not noted_files(each) for each in lists):
         reason = "manifest.json is missing or damaged, so data, chat template and base model may be others than before"
     elif not known.get("files") and not known.get("commit"):
         reason = "ftcli 0.1 noted nothing of the base's config.json and tokenizer files"
@@ -408,6 +408,8 @@ def data_files(sources: Sequence[DatasetConfig]) -> dict[str, Path]:
     """
     found: dict[str, Path] = {}
     for source in sources:
+        if source.window is not None:  # held to what it has read by each checkpoint
+            continue
         if source.files is not None:
             found |= dict(source.files)
             continue

@@ -35,6 +35,7 @@ from ftcli.train.progress import TrainingRows, held_out_line
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from ftcli.data.ledger import DatasetLedger
     from ftcli.data.order import ComputedTokens, Epochs
     from ftcli.data.prepare import PreparedData
     from ftcli.data.tokens import TokenizedRow, TokenTable
@@ -200,7 +201,7 @@ def _train(session: Session, context: RunContext) -> RowsResult:
     started, group = time.perf_counter(), context.group
     with context.phase("preparing data"), nullcontext() if group is None else group.after_leader("data"):
         job = open_job(context.report, session)
-        train_data, eval_data = data.tokenized(job, "train"), data.tokenized(job, "eval")
+        train_data, eval_data = _training_rows(context, job), data.tokenized(job, "eval")
         scores_tasks = job.recipe.eval.tasks_every_steps is not None
         judges = judges_of(job.recipe) if scores_tasks else {}
         asked_tasks = method.evaluator(job, eval_data.sequences, judges=judges)
@@ -241,7 +242,7 @@ def _train(session: Session, context: RunContext) -> RowsResult:
     evaluator.take_tasks(asked_tasks)
     held_out = HeldOut(context.directory, evaluator, model)
     if context.leads:
-        inputs = assembly.inputs_of(job, model, read, train_data.sequences.digest())
+        inputs = assembly.inputs_of(job, model, read, train_data.digest())
         keep_inputs(context, inputs if asked is None else replace(inputs, asked=asked.inputs))
     _before(context, held_out)
     fitted = fit(
@@ -333,11 +334,34 @@ def _counted(
     from ftcli.train.data import computed_with, write_token_counts
 
     computed = computed_with(job, epochs, train_data, batches)
-    if not context.leads:
-        return computed
-    ledgers = {"train": train_data.ledgers, "eval": eval_data.ledgers}
-    write_token_counts(context.directory.tokens_path, ledgers, epochs, computed, batches.layout)
+    if context.leads:
+
+        def write(trained: Sequence[DatasetLedger]) -> None:
+            ledgers = {"train": trained, "eval": eval_data.ledgers}
+            write_token_counts(context.directory.tokens_path, ledgers, epochs, computed, batches.layout)
+
+        write(train_data.ledgers)
+        if epochs.stream is not None:
+            epochs.stream.told = write
     return computed
+
+
+def _training_rows(context: RunContext, job: Job) -> PreparedData:
+    """Training rows as token ids; of a stream a window of them, from where the run goes on."""
+    from ftcli.data.order import STREAM
+    from ftcli.train.checkpoint_state import WindowState, readable
+    from ftcli.train.data import tell_prepared, tokenized
+    from ftcli.train.stream import WindowStream
+
+    if not job.recipe.data.streaming:
+        return tokenized(job, "train")
+    resume_from, found = context.opened.resume_from, None
+    if resume_from is not None:
+        with readable(str(resume_from)):
+            found = WindowState.read(resume_from)
+    window = WindowStream(job, context.group, None if found is None else found.extra.get(STREAM)).begin()
+    tell_prepared(job, "train", window)
+    return window
 
 
 _T = TypeVar("_T")

@@ -43,13 +43,17 @@ class SftObjective(EpochObjective):
     def __init__(
         self, job: Job, model: PreTrainedModel | PeftModel, epochs: Epochs, **parts: Unpack[ObjectiveParts]
     ) -> None:
+        self._pad, self._batches = job.pad_token_id, job.batches(model)
         super().__init__(job, model, epochs, **parts)
-        self._collate = EpochCollator(epochs, job.pad_token_id, job.batches(model), self._pixels)
         self._vocab_size = head_of(model).weight.shape[0]
         self._balance: RouterBalance | None = None
         if adds_router_loss(job.recipe, job.facts):
             coefficient = job.recipe.train.router_aux_loss_coef
             self._balance = RouterBalance(model, coefficient, job.device)
+
+    def use(self, epochs: Epochs) -> None:
+        super().use(epochs)
+        self._collate = EpochCollator(epochs, self._pad, self._batches, self._pixels)
 
     def micro_batch(self, units: Sequence[int], *, blank: bool) -> MicroBatch:
         """The batch of these sequences, or this rank's part of it, with the positions that bear loss, for which the

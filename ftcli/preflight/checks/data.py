@@ -249,6 +249,8 @@ def check_sources(context: Context) -> Findings:
         for index, source in enumerate(task.data):
             yield from _options(context, f"eval.tasks.{number}.data.{index}", source)
     yield from _weights(context, recipe.data.train)
+    if context.work == "train":
+        yield from _streaming(context)
     method = context.method
     if recipe.data.packing and not method.packs and context.command == method.command:
         yield context.no_effect("data.packing", f"in {method.command}: completions are generated")
@@ -276,7 +278,7 @@ def _options(context: Context, path: str, source: DatasetConfig) -> Findings:
         if source.split and row is None and is_file(resolve_path(source.path)):
             message = f"{source.path} is one file and has no splits"
             yield context.error("FT257", f"{path}.split", message, "remove split, or name a folder")
-    elif source.streaming and source.max_rows is None:
+    elif source.streaming and source.max_rows is None and not context.recipe.data.streaming:
         message = f"{source.path} is streamed without a limit, but all rows are tokenized before training starts"
         help = "add max_rows, or remove streaming to download the whole split"
         yield context.error("FT258", f"{path}.streaming", message, help)
@@ -284,6 +286,24 @@ def _options(context: Context, path: str, source: DatasetConfig) -> Findings:
         if getattr(source, name) is not None and not path.startswith("data.train"):
             message = f"{name} is for training data; each held-out row counts once"
             yield context.error("FT257", f"{path}.{name}", message, f"remove {name}")
+
+
+def _streaming(context: Context) -> Findings:
+    """FT257 and FT258 for streams, FT259 for what has no effect without."""
+    data = context.recipe.data
+    if not data.streaming:
+        return
+    if context.recipe.train.max_steps is None:
+        message = "data.streaming: nobody knows how many rows there are, and train.max_steps is not set"
+        yield context.error("FT258", "data.streaming", message, "set train.max_steps, or --max-steps")
+    for index, source in enumerate(data.train):
+        if source.weight is None and len(data.train) > 1:
+            message = f"{source.path} is one of several streamed sources, and has no weight"
+            yield context.error("FT257", f"data.train.{index}", message, "give every source a weight: its share")
+        for name in ("max_rows", "epochs"):
+            if getattr(source, name) is not None:
+                message = f"{name} of {source.path} needs all of its rows, and data.streaming reads windows of them"
+                yield context.error("FT257", f"data.train.{index}.{name}", message, f"remove {name}")
 
 
 def _weights(context: Context, sources: Sequence[DatasetConfig]) -> Findings:

@@ -35,6 +35,8 @@ _PLACE = "<image>"
 _IMAGE_PARTS = {"image": ("image", "path", "url", "bytes"), "image_url": ("image_url",)}
 #: Columns of a row, and keys of a message, that hold something that is not trained on.
 _MEDIA = ("audio", "video", "videos")
+#: Columns that are read beside the messages.
+_READ = frozenset(("tools", "functions", "chat_template_kwargs", *_IMAGES, *_MEDIA))
 #: Keys of a message that are refused, because training without them would be training on something else.
 _UNSUPPORTED = ("function_call", *_IMAGES, *_MEDIA)
 
@@ -42,6 +44,10 @@ _UNSUPPORTED = ("function_call", *_IMAGES, *_MEDIA)
 def understand(row: Row) -> Example:
     """``{"messages": [{"role": "user", "content": ...}, ...], "tools": ...}``."""
     turns = list_of(row.fields["messages"])
+    if row.fields.keys().isdisjoint(_READ) and all(isinstance(turn, dict) and _is_text(turn) for turn in turns):
+        plain = tuple([{"role": turn["role"], "content": turn["content"]} for turn in turns])
+        if any(message["role"] == "assistant" for message in plain):
+            return Example(row, messages=plain)  # there is nothing else to be looked at
     messages = messages_of(turns)
     return conversation(row, messages, untrained=marks_of(turns, [message["role"] for message in messages]))
 

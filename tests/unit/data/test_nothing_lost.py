@@ -11,8 +11,8 @@ import torch
 
 from ftcli.data.order import mixture, rows_of
 from ftcli.data.template import Renderer
+from ftcli.rows.hub import _require_whole
 from ftcli.rows.layouts import understand
-from ftcli.rows.reading import _require_whole
 from ftcli.rows.row import Misfit, Row
 
 TURNS = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]

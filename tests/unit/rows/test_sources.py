@@ -16,7 +16,8 @@ import pytest
 
 from ftcli.config.data import DatasetConfig
 from ftcli.errors import ExitCode, Finding, FtcliError
-from ftcli.rows.reading import hub_commit, hub_rows, iterate
+from ftcli.rows.hub import hub_commit, hub_rows
+from ftcli.rows.reading import iterate
 from ftcli.rows.row import Row
 
 ROWS = [{"prompt": "q1", "completion": "größe 漢"}, {"prompt": 'q,2\n"x"', "completion": "a2"}]
@@ -167,7 +168,7 @@ def test_columns_can_be_swapped(tmp_path: Path) -> None:
 
 
 def _loads_by(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ftcli.rows.reading._reachable", lambda source: True)
+    monkeypatch.setattr("ftcli.rows.hub._reachable", lambda source: True)
     monkeypatch.setattr("datasets.load_dataset", load)
 
 
