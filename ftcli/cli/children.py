@@ -166,6 +166,7 @@ class Ranks:
         folder: Path,
         limits: Timeouts | None = None,
         held: int | None = None,
+        threads: str | None = None,
     ) -> None:
         self._folder, self._limits = folder, limits or Timeouts()
         self._silence = Silence(range(count))
@@ -179,7 +180,7 @@ class Ranks:
             subprocess.Popen(  # noqa: S603 - words of ours, and no shell
                 command,
                 stdin=subprocess.DEVNULL,
-                env={**os.environ, **environment_of(rank, count, devices, folder)},
+                env={**os.environ, **environment_of(rank, count, devices, folder, threads)},
                 start_new_session=True,
                 preexec_fn=prepare,
                 pass_fds=() if held is None else (held,),
@@ -278,27 +279,33 @@ class Ranks:
                     process.send_signal(PASSED_ON[name] if self._signalled == 1 else signal.Signals[name])
 
 
-def environment_of(rank: int, count: int, devices: Sequence[str], folder: Path) -> Mapping[str, str]:
-    """A rank's environment variables: its place, and its GPU as the only visible one."""
+def environment_of(
+    rank: int, count: int, devices: Sequence[str], folder: Path, threads: str | None = None
+) -> Mapping[str, str]:
+    """A rank's environment variables: its place, its GPU as the only visible one, and its share of the cores as
+    ``threads`` where nobody has said how many.
+    """
     found = {
         FOLDER: str(folder),
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(count),
         "LOCAL_WORLD_SIZE": str(count),
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, usable_cores() // count))),
+        "OMP_NUM_THREADS": threads or str(max(1, usable_cores() // count)),
     }
     return {**found, "CUDA_VISIBLE_DEVICES": devices[rank]} if devices else found
 
 
-def run_ranks(words: Sequence[str], count: int, devices: Sequence[str], run: Path) -> EndedElsewhere:
+def run_ranks(
+    words: Sequence[str], count: int, devices: Sequence[str], run: Path, threads: str | None = None
+) -> EndedElsewhere:
     """Runs a command line as ``count`` ranks, each with one of ``devices``; on a CPU there are none. ``run``: the run
-    directory. Where rank 0 was killed, it is said there how the run has ended.
+    directory. Where rank 0 was killed, it is said there how the run has ended. ``threads``: as the user has said.
     """
     command = [sys.executable, "-P", "-m", "ftcli", *words]
     with scratch("ranks") as folder:
         try:
-            return Ranks(command, count, devices, folder.path, held=folder.descriptor).wait()
+            return Ranks(command, count, devices, folder.path, held=folder.descriptor, threads=threads).wait()
         except FtcliError as error:
             finish_for_leader(run, error)
             raise

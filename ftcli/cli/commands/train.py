@@ -55,7 +55,9 @@ def run_as_ranks(
     from ftcli.cli.children import run_ranks
 
     run = Path(str(loaded.recipe.run.output_dir))
-    ended = run_ranks(session.arguments, wanted, [device for device in devices if device is not None], run)
+    # What the user has said: this process has set it for itself since.
+    threads = session.environment.get("OMP_NUM_THREADS")
+    ended = run_ranks(session.arguments, wanted, [device for device in devices if device is not None], run, threads)
     if ended.exit_code == ExitCode.OK:
         session.on_complete()
     return ended

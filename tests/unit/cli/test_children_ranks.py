@@ -129,9 +129,12 @@ def test_the_first_signal_is_passed_on_so_that_it_counts_once_and_the_second_as_
 def test_each_rank_has_a_gpu_of_its_own_and_its_share_of_the_cores(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", "6")  # as the launcher has set it for itself
+    monkeypatch.setattr("ftcli.cli.children.usable_cores", lambda: 6)
     found = [environment_of(rank, 2, ("3", "GPU-5"), tmp_path) for rank in range(2)]
     assert [one["CUDA_VISIBLE_DEVICES"] for one in found] == ["3", "GPU-5"]
     assert [one["RANK"] for one in found] == ["0", "1"]
-    assert all(int(one["OMP_NUM_THREADS"]) >= 1 for one in found)
+    assert [one["OMP_NUM_THREADS"] for one in found] == ["3", "3"]
+    assert environment_of(0, 12, (), tmp_path)["OMP_NUM_THREADS"] == "1"
+    assert environment_of(0, 2, (), tmp_path, "5")["OMP_NUM_THREADS"] == "5"  # which the user has set
     assert "CUDA_VISIBLE_DEVICES" not in environment_of(0, 2, (), tmp_path)

@@ -19,7 +19,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[str, ...], int,
     """What was started, in place of starting it; there are four GPUs."""
     found: list[tuple[tuple[str, ...], int, tuple[str, ...]]] = []
 
-    def run(words: Sequence[str], count: int, devices: Sequence[str], run: Path) -> EndedElsewhere:
+    def run(words: Sequence[str], count: int, devices: Sequence[str], run: Path, threads: str | None) -> EndedElsewhere:
         found.append((tuple(words), count, tuple(devices)))
         return EndedElsewhere(6)
 
