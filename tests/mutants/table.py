@@ -536,8 +536,8 @@ METHODS = (
     _m(
         "off-policy completions with an advantage are left out, too",
         "ftcli/methods/grpo/losses.py",
-        "dropped = (advantages < 0) & (",
-        "dropped = (advantages < 9) & (",
+        '(batch["advantages"][:, None] < 0) & (',
+        '(batch["advantages"][:, None] < 9) & (',
         _POLICY,
     ),
     _m(
