@@ -322,8 +322,8 @@ DATA = (
     _m(
         "the first token of a packed document is a label",
         "ftcli/data/collate.py",
-        'batch["labels"][index, start + 1 : end] = torch.tensor(tokens.labels[1:], dtype=torch.int64)',
-        'batch["labels"][index, start:end] = torch.tensor(tokens.labels, dtype=torch.int64)',
+        'batch["labels"][index, start + 1 : end] = _tensor(tokens.labels[1:])',
+        'batch["labels"][index, start:end] = _tensor(tokens.labels)',
         _U + "data/test_pack.py",
         _U + "train/test_packing.py",
     ),
