@@ -107,9 +107,9 @@ def problems(outcome: Outcome, *, looks_only: bool) -> Iterator[str]:
     said = outcome.stdout + outcome.stderr
     if outcome.status not in _STATUSES:
         yield f"status {outcome.status}"
-    if "Traceback" in outcome.stderr:
+    if "Traceback (most recent" in outcome.stderr:
         yield "a traceback"
-    if "FT190" in said:
+    if re.search(r'error\[FT190\]|"code": "FT190"', said):  # an input may hold the word
         yield "a bug"
     version = "--version" in outcome.words and said == f"ftcli {__version__}\n"  # before any command
     if "--json" in outcome.words and not version and not {"--help", "-h"} & set(outcome.words):

@@ -30,7 +30,9 @@ _SCORE = ("score", "classifier")
 
 
 def check(context: Context, facts: ModelFacts) -> Findings:
-    """FT250, FT259, FT271, FT301, FT302, FT310 to FT327, FT339, FT340, FT351, FT355, FT447, FT740, FT747, FT756."""
+    """FT250, FT259, FT271, FT301, FT302, FT310 to FT327, FT336, FT339, FT340, FT351, FT355, FT447, FT740, FT747
+    and FT756.
+    """
     if facts.senses is not None and context.work == "train":
         sees = context.method.sees and facts.raw.get("model_type") in images.TABLE
         on = "text and images" if sees else "text"
@@ -53,6 +55,7 @@ def check(context: Context, facts: ModelFacts) -> Findings:
         yield without_revision(context, "model.revision", facts)
     yield from _positions(context, facts)
     yield from _stored_quantized(context, facts)
+    yield from _rescaled(context, facts)
     yield from _random_base(context, facts)
     yield from _llama_cpp(context, facts)
     yield from _stacks(context, facts)
@@ -136,6 +139,14 @@ def _classifier(context: Context, facts: ModelFacts) -> Findings:
         if name not in able:
             path, message = f"export.formats.{index}", f"{name} has no place for a reward model"
             yield context.before_export("FT339", path, message, help=f"use export.formats: [{', '.join(able)}]")
+
+
+def _rescaled(context: Context, facts: ModelFacts) -> Findings:
+    """RWKV divides weights of its later layers before it evaluates, and multiplies them again before it trains."""
+    method = context.recipe.quantization.method
+    if facts.text_type == "rwkv" and quantizations.row(method).quantize and facts.language.get("rescale_every", 6):
+        message = f"{facts.name} rescales its weights by itself, and quantization.method: {method} stores them packed"
+        yield context.error("FT336", "quantization.method", message, help="remove the section quantization")
 
 
 def _stored_quantized(context: Context, facts: ModelFacts) -> Findings:

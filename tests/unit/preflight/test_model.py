@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import math
 import os
 from collections.abc import Callable
@@ -123,6 +124,17 @@ def test_packed_checkpoints_are_refused(findings: Callable[..., list[Any]]) -> N
     (finding,) = findings("microsoft/bitnet-b1.58-2B-4T")
     assert finding.code == "FT316"
     assert "bitnet" in finding.message
+
+
+@pytest.mark.parametrize(("method", "every", "refused"), [("nf4", 6, True), ("nf4", 0, False), ("none", 6, False)])
+def test_a_model_that_rescales_its_weights_is_not_quantized(
+    method: str, every: int, refused: bool, tmp_path: Path, findings: Callable[..., list[Any]]
+) -> None:
+    """RWKV's forward pass ended in FT190 before, at a packed weight that cannot be divided."""
+    config = {**small_models.config_of("rwkv").to_dict(), "rescale_every": every}
+    (tmp_path / "config.json").write_text(json.dumps(config, default=str))
+    found = findings(f"{tmp_path}, tokenizer: bytes", f"quantization: {{method: {method}}}\n")
+    assert ("FT336" in {one.code for one in found}) == refused
 
 
 @pytest.mark.parametrize("name", ["microsoft/bitnet-b1.58-2B-4T", "microsoft/bitnet-b1.58-2B-4T-bf16"])
