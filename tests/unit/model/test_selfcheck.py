@@ -35,8 +35,8 @@ def test_the_loss_is_the_models_own_in_every_family(model_type: str) -> None:
 
 @pytest.mark.parametrize(("model_type", "name"), [("falcon_h1", "lm_head_multiplier"), ("recurrent_gemma", "cap")])
 def test_a_scale_under_a_name_that_nobody_knows(model_type: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ftcli.model.backbone._MULTIPLIERS", ())
-    monkeypatch.setattr("ftcli.model.backbone._CAPS", ())
+    monkeypatch.setattr("ftcli.model.backbone.LOGIT_MULTIPLIERS", ())
+    monkeypatch.setattr("ftcli.model.backbone.LOGIT_CAPS", ())
     with pytest.raises(FtcliError) as caught:
         check_head(build(model_type), ids()[0].tolist(), PLAN, CPU)
     assert caught.value.findings[0].code == "FT335"

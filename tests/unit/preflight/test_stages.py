@@ -142,7 +142,9 @@ def test_every_code_of_preflight_is_in_the_catalogue_and_the_other_way_round() -
     folders = (ROOT / "ftcli" / name for name in ("facts", "plan", "preflight", "cli"))
     files = [path for folder in folders for path in folder.rglob("*.py")]
     # The rules of a method, and what `grpo --dry-rewards` finds before a weight is loaded.
-    files += [*(ROOT / "ftcli" / "methods").glob("*/checks.py"), *(ROOT / "ftcli" / "methods").glob("*/train.py")]
+    # So is a rollout server asked.
+    names = ("checks", "train", "served")
+    files += [path for name in names for path in (ROOT / "ftcli" / "methods").glob(f"*/{name}.py")]
     sources = "".join(path.read_text() for path in files)
     raised = set(re.findall(r'"(FT\d{3})"', sources))
     headings = set(re.findall(r"(?m)^## (FT\d{3}) \S", (ROOT / "docs" / "errors.md").read_text()))

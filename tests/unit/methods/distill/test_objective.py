@@ -39,7 +39,9 @@ def objective(model: Any, teacher: Teacher, layout: str = "padded", **settings: 
     )
     job: Any = SimpleNamespace(
         recipe=recipe,
-        report=SimpleNamespace(memory=SimpleNamespace(generator="kept"), device=SimpleNamespace(available_bytes=None)),
+        report=SimpleNamespace(
+            memory=SimpleNamespace(generator="kept", waiting=0), device=SimpleNamespace(available_bytes=None)
+        ),
         dtypes=PLAN,
         device=torch.device("cpu"),
         stops=(4,),
