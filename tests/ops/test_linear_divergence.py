@@ -123,7 +123,7 @@ def test_all_entries_are_the_whole_vocabulary(device: str, given: Any, beta: flo
         one = linear_divergence(LinearHead(x, w, b, **mine), against, weights, beta=beta, temperature=temperature)
         found.append((one, *torch.autograd.grad(one.loss, x)))
     (whole, gradient), (every, of_every), (but_one, of_but_one), (few, _) = found
-    near = 1e-9 if device == "cpu" else 1e-7  # a compiled kernel is given beta and temperature in float32
+    near = 1e-9 if device == "cpu" else 1e-6  # a compiled kernel is given beta and temperature in float32
     for same, its in ((every, of_every), (but_one, of_but_one)):
         torch.testing.assert_close(same.rows, whole.rows, rtol=near, atol=1e-12)
         torch.testing.assert_close(its, gradient, rtol=near, atol=1e-12)
