@@ -94,7 +94,8 @@ def _attention(layer: Any, hidden: Tensor, cos: Tensor, sin: Tensor, grids: Sequ
         q, k, v = (each[0, :, part].unflatten(1, (count, patches)).transpose(0, 1) for each in (query, key, value))
         seen = F.scaled_dot_product_attention(q, k, v, scale=layer.scaling)
         found[part].view(count, patches, layer.num_heads, -1).copy_(seen.transpose(1, 2))
-    return layer.proj(found)  # type: ignore[no-any-return]
+    projected: Tensor = layer.proj(found)
+    return projected
 
 
 def _runs(grids: Sequence[Grid]) -> Iterator[tuple[int, int]]:
