@@ -202,6 +202,11 @@ def _supported_type(raw: JsonMap, name: str, origin: Origin | None) -> str:
     model_type = raw.get("model_type")
     if not isinstance(model_type, str) or not model_type:
         raise preflight_error("FT305", f"config.json of {name} has no model_type", origin, help=RESTORE)
+    for key, part in raw.items():
+        inner = part.get("model_type") if isinstance(part, dict) and key.endswith("_config") else None
+        if not isinstance(inner, str | None):
+            message = f"config.json of {name}: {key}.model_type {str(inner)[:40]} is no text"
+            raise preflight_error("FT305", message, origin, help=RESTORE)
     architectures = raw.get("architectures")
     names = [str(a) for a in architectures] if isinstance(architectures, list) else []
     causal = not names or any(n.endswith(("ForCausalLM", "LMHeadModel")) for n in names)

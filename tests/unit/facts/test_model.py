@@ -249,6 +249,8 @@ def test_an_unreachable_hub_is_noticed_at_once() -> None:
         ({**TINY, "hidden_size": 66}, "FT305", "not a multiple"),
         ({**TINY, "n_positions": 0}, "FT305", "n_positions is 0"),
         ({**TINY, "num_nextn_predict_layers": 2**31 - 1}, "FT305", "more than the 1,000 that can be"),
+        ({"model_type": "qwen2_5_vl", "text_config": {**TINY, "model_type": ["x"]}}, "FT305", "is no text"),
+        ({"model_type": "gemma3", "text_config": TINY, "vision_config": {"model_type": {}}}, "FT305", "is no text"),
         ({**TINY, "model_type": "frobnicator"}, "FT309", "frobnicator"),
         ({**TINY, "model_type": "x" * 300}, "FT309", "xxx"),
         ({**TINY, "architectures": ["T5ForConditionalGeneration"]}, "FT309", "T5"),
