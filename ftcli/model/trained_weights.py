@@ -18,7 +18,7 @@ from ftcli.errors import ExitCode, FtcliError
 from ftcli.facts.weights import FURTHER_WEIGHTS, MODEL_CARD
 from ftcli.model.initial_adapters import initial_of, load_over, trained_by_file_name
 from ftcli.model.pretrained import first_few
-from ftcli.model.score_head import has_score_head, without_head, write_classifier_config
+from ftcli.model.score_head import SCORE, has_score_head, without_head, write_classifier_config
 from ftcli.model.shards import load_shards
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def load_weights(model: Any, folder: Path, *, sharded: bool = False) -> None:
     wanted = trained_by_file_name(model) if adapted else _weights(model)
     if not adapted and set(_saved_names(folder)) != set(wanted) and not sharded:
         # transformers stores some families' weights under other names, or one file tensor for each expert.
-        wanted, found = dict(model.state_dict()), dict(_loaded_again(model, folder))
+        wanted, found = _by_own_names(model), dict(_loaded_again(model, folder))
     else:
         found = dict(stored_weights(folder))
     if sharded:
@@ -118,7 +118,7 @@ def check_saved(model: PreTrainedModel | PeftModel, folder: Path, whole: dict[st
     names = set(_saved_names(folder))
     if not hasattr(model, "peft_config") and names != set(wanted):
         # transformers stores some families' weights under other names, or one file tensor for each expert.
-        wanted, found = whole or dict(model.state_dict()), _loaded_again(model, folder)
+        wanted, found = _by_own_names(model, whole), _loaded_again(model, folder)
     else:
         found = stored_weights(folder)
     seen: set[str] = set()
@@ -150,6 +150,12 @@ def _weights(model: PreTrainedModel, whole: Mapping[str, Tensor] | None = None) 
     return without_head(model, found) if has_score_head(model) else found
 
 
+def _by_own_names(model: PreTrainedModel, whole: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+    """The model's weights, or ``whole``, with tied ones, and without the unused head of a model with a score."""
+    stored = dict(whole or model.state_dict())
+    return without_head(model, stored) if has_score_head(model) else stored
+
+
 def _saved_names(folder: Path) -> Iterator[str]:
     from safetensors import safe_open
 
@@ -177,8 +183,11 @@ def _loaded_again(model: PreTrainedModel, folder: Path) -> Iterator[tuple[str, T
     again, loading_info = type(model).from_pretrained(
         str(folder), dtype="auto", local_files_only=True, trust_remote_code=False, output_loading_info=True
     )
-    made_up = set(loading_info["missing_keys"])
-    for name, tensor in again.state_dict().items():
+    made_up, weights = set(loading_info["missing_keys"]), again.state_dict()
+    if has_score_head(model):  # the language model's class has no place for it, and makes its head up
+        weights = without_head(again, weights)
+        yield from ((name, tensor) for name, tensor in stored_weights(folder) if name.rpartition(".")[0] == SCORE)
+    for name, tensor in weights.items():
         if name not in made_up:
             yield name, tensor
 

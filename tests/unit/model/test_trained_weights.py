@@ -10,13 +10,15 @@ from typing import Any
 import peft
 import pytest
 import torch
+from transformers import AutoModelForSequenceClassification
 
 from ftcli.config.model import LoraConfig
 from ftcli.errors import FtcliError
 from ftcli.model.lora import apply_lora
 from ftcli.model.loss import forward_loss
 from ftcli.model.patch import patch
-from ftcli.model.trained_weights import check_saved, require_saveable, save_weights
+from ftcli.model.score_head import add_score_head
+from ftcli.model.trained_weights import check_saved, load_weights, require_saveable, save_weights
 from ftcli.plan.precision import DtypePlan
 from tests.small_models import MULTIMODAL, STRUCTURES, TEXT, VOCABULARY, build, by_kind
 
@@ -92,6 +94,25 @@ def test_every_family_saves_what_it_trains(model_type: str, tmp_path: Path) -> N
 
     save_weights(full, tmp_path / "model")
     check_saved(full, tmp_path / "model")
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_score_on_a_family_whose_experts_are_stored_one_by_one(tied: bool, tmp_path: Path) -> None:
+    """Its names in files are others than in the model; it is loaded again, by ftcli and as a classifier."""
+    models = [build("qwen2_moe", tie_word_embeddings=tied) for _ in range(2)]
+    for seed, model in enumerate(models):
+        add_score_head(model, seed)
+    save_weights(models[0], tmp_path)
+    check_saved(models[0], tmp_path)
+    load_weights(models[1], tmp_path)
+    assert torch.equal(models[0].score.weight, models[1].score.weight)
+    classifier = AutoModelForSequenceClassification.from_pretrained(tmp_path).state_dict()
+    for name, tensor in models[1].state_dict().items():
+        assert name == "lm_head.weight" or torch.equal(classifier[name], tensor)
+    with torch.no_grad():
+        models[0].score.weight += 1
+    with pytest.raises(FtcliError, match=r"score\.weight differs"):
+        check_saved(models[0], tmp_path)
 
 
 def test_saving_says_nothing_and_leaves_no_card_of_peft(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
