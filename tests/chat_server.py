@@ -63,12 +63,18 @@ def chat_server(answer: Callable[[int, dict[str, Any]], Answer]) -> Iterator[Cha
         def log_message(self, *_: Any) -> None:
             return
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    with served(Handler) as said.url:
+        yield said
+
+
+@contextmanager
+def served(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
+    """The address, with ``/v1``, of a server of this machine that answers by ``handler``."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
     thread.start()
-    said.url = f"http://127.0.0.1:{server.server_address[1]}/v1"
     try:
-        yield said
+        yield f"http://127.0.0.1:{server.server_address[1]}/v1"
     finally:
         server.shutdown()
         thread.join()
@@ -90,6 +96,9 @@ def raw_server(begin: bytes, again: bytes = b"") -> Iterator[str]:
                 if not again or over.wait(0.05):
                     break
                 client.sendall(again)
+            client.shutdown(socket.SHUT_WR)
+            while client.recv(1 << 16):  # closed before all of the request is read, it would take the answer back
+                pass
 
     with socket.create_server(("127.0.0.1", 0)) as listening:
 

@@ -7,12 +7,14 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 
 import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
+
+from tests.chat_server import served
 
 #: The name of the base model.
 BASE = "base"
@@ -112,13 +114,5 @@ def rollout_server(folder: Any, **settings: Any) -> Iterator[RolloutServer]:
         def log_message(self, *_: Any) -> None:
             return
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-    thread.start()
-    said.url = f"http://127.0.0.1:{server.server_address[1]}/v1"
-    try:
+    with served(Handler) as said.url:
         yield said
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()

@@ -73,7 +73,7 @@ _UNKNOWN = {
 
 
 class Completer(Protocol):
-    """Completes requests: :class:`ftcli.generation.engine.Engine`, or transformers behind its interface."""
+    """Completes requests."""
 
     def complete(
         self, requests: Sequence[GenerationRequest], sampling: Sampling = GREEDY, stopping: StopCheck | None = None
@@ -82,6 +82,10 @@ class Completer(Protocol):
     def converse(
         self, requests: Sequence[GenerationRequest], sampling: Sampling, stopping: StopCheck, turns: Turns
     ) -> list[list[Completion]]: ...
+
+
+class Streamer(Completer, Protocol):
+    """Gives tokens as they come, too: :class:`ftcli.generation.engine.Engine`, or transformers behind its interface."""
 
     def run(
         self, requests: Sequence[GenerationRequest], sampling: Sampling = GREEDY, stopping: StopCheck | None = None
@@ -97,7 +101,7 @@ class OpenedGenerator:
         merged: The engine's second model, which must be refreshed when adapters have changed.
     """
 
-    generator: Completer
+    generator: Streamer
     reason: str | None = None
     merged: MergedModel | None = None
 

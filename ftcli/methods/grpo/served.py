@@ -15,7 +15,7 @@ import hashlib
 import json
 import math
 import shutil
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from itertools import islice
@@ -31,7 +31,7 @@ from torch import Tensor
 from ftcli.errors import ExitCode, FtcliError
 from ftcli.export.adapter import judged
 from ftcli.export.source import read_adapter_config
-from ftcli.generation.requests import Completion, GenerationRequest, StopCheck, Token, Turns, in_rounds
+from ftcli.generation.requests import Completion, GenerationRequest, StopCheck, Turns, in_rounds
 from ftcli.judges.endpoint import Address, JudgeAccess, Unanswered
 from ftcli.methods.grpo.settings import ServerConfig
 from ftcli.model.trained_weights import save_weights
@@ -164,10 +164,6 @@ class ServedGenerator:
     ) -> list[list[Completion]]:
         """Those of several turns, which are requests of their own: the server's cache has their beginnings."""
         return in_rounds(self.complete, requests, sampling, stopping, turns)
-
-    def run(self, *_: Any, **__: Any) -> Generator[Token, None, None]:
-        """Nobody reads rollouts as they come."""
-        raise NotImplementedError
 
     def _completed(
         self, name: str, request: GenerationRequest, seed: int, sampling: Sampling, stopping: StopCheck
